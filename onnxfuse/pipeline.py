@@ -113,9 +113,18 @@ def analyse_model(
 def _find_sites(
     model: Model, planner: Planner, keep_weights: bool, graphs: Sequence[Graph]
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
-    if not keep_weights:
-        transposable = product_weights(model, graphs) | block_weights(model, graphs)
-        planner = replace(planner, transposable=transposable)
+    """The sites, and what is left alone; found again where one needs a weight otherwise than somebody else has it."""
+    transposable = frozenset[str]() if keep_weights else product_weights(model, graphs) | block_weights(model, graphs)
+    while True:
+        sites, skipped = _sites_with(replace(planner, transposable=transposable), graphs)
+        _, refused = settle(graphs, sites)
+        disputed = {name for site, _ in refused for name in site.implementation.transposed}
+        if not disputed:
+            return sites, skipped
+        transposable -= disputed
+
+
+def _sites_with(planner: Planner, graphs: Sequence[Graph]) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     sites: list[Site] = []
     skipped: list[SkippedSite] = []
     for graph in graphs:

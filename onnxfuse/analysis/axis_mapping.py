@@ -63,8 +63,8 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     """Give every axis its loop.
 
     Raises:
-        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks, or the contiguous axis of
-            lhs is neither k nor m.
+        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks, the contiguous axis of
+            lhs is neither k nor m, or that of one rhs is k where that of another is n.
     """
     out = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
@@ -79,6 +79,7 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     batch = (*outer, *(axis for axis in lhs if axis in inner))
     mapping = AxisMapping(batch, tuple(axis for group in rows[first_m:] for axis in group), columns, contracted)
     _check_contiguous(fusion, mapping)
+    _check_one_order(fusion, mapping)
     for loop, tensors, most in _walks(fusion, mapping):
         for tensor in tensors:
             _check_levels(fusion, tensor, loop, most)
@@ -268,6 +269,14 @@ def _check_contiguous(fusion: Fusion, mapping: AxisMapping) -> None:
     if k and lhs[-1] != k[-1] and not reads_rows(fusion, mapping):
         detail = f"{fusion.lhs.name!r} lies as ({' '.join(fusion.lhs.axes)}), with neither k nor m contiguous"
         raise NotFusable("lhs_transposed", fusion.anchor, detail)
+
+
+def _check_one_order(fusion: Fusion, mapping: AxisMapping) -> None:
+    k = set(stepped(fusion, mapping.k))
+    if k and len({stepped(fusion, tensor.axes)[-1] in k for tensor in fusion.rhs}) > 1:
+        orders = ", ".join(f"{tensor.name!r} lies as ({' '.join(tensor.axes)})" for tensor in fusion.rhs)
+        detail = f"{orders}, and none may be stored otherwise: --keep-weights, or others read it"
+        raise NotFusable("orders_differ", fusion.anchor, detail)
 
 
 def _check_levels(fusion: Pointwise, tensor: Tensor, loop: Axes, most: int) -> None:

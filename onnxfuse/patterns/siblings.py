@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.product import Product, is_anchor
+from onnxfuse.patterns.views import Piece
 
 MAX_SIBLINGS = 8  # products of one input that grow together; those that meet in a value are in one group
 MAX_REACHED = 64  # nodes after a product that are looked at for that
@@ -15,7 +16,7 @@ def siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]]
     for product in products:
         alone = None if product.is_weight else product.out
         form = product.quantized.form if product.quantized else None
-        key = (alone, product.lhs, product.dtype, product.k, _order(product), product.row_view, form)
+        key = (alone, product.lhs, product.dtype, product.k, _rows(product), form)
         groups.setdefault(key, []).append(product)
     chunks = [chunk for group in groups.values() for chunk in _chunks(graph, group)]
     return sorted(chunks, key=lambda group: graph.index(group[-1].node), reverse=True)
@@ -67,6 +68,6 @@ def _reached(graph: Graph, product: Product) -> set[int]:
     return found
 
 
-def _order(product: Product) -> bool:
-    """Whether the columns are the weight's last dimension."""
-    return bool(product.rhs_view[-1]) and product.rhs_view[-1][-1] not in product.k
+def _rows(product: Product) -> tuple[Piece, ...]:
+    """The pieces of its rows, in whichever dimensions: a Gemm has all of them in one."""
+    return tuple(piece for dim in product.row_view for piece in dim if piece.size != 1)

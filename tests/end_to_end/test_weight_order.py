@@ -171,12 +171,28 @@ def shallow_batched(b: Builder, x: str) -> list[str]:
     return [b("Relu", b("MatMul", lhs, b("Transpose", weight(b, 3, N, SHALLOW), perm=[0, 2, 1])))]
 
 
+def siblings_in_two_orders(b: Builder, x: str) -> list[str]:
+    """As onnxslim writes Whisper's q, k and v: k has no bias and stays a MatMul, and the others become Gemms."""
+    flat = b("Reshape", x, b.integers(-1, K))
+    q, v = (b("Gemm", flat, weight(b, N, K, name=name), b.array(draw(N)), transB=1) for name in "qv")
+    k = b("MatMul", x, weight(b, K, N, name="k"))
+    return [b("Relu", q), silu(b, k), b("Tanh", v)]
+
+
+def gate_in_two_orders(b: Builder, x: str) -> list[str]:
+    flat = b("Reshape", x, b.integers(-1, K))
+    value = b("Gemm", flat, weight(b, N, K, name="up"), b.array(draw(N)), transB=1)
+    return [b("Mul", value, silu(b, b("MatMul", flat, weight(b, K, N, name="gate"))))]
+
+
 IN_TURN = [gate_in_turn, experts_in_turn, thirds_in_turn]
 REVERSED = [shallow_product, shallow_gemm, shallow_packed_gate, shallow_gate_of_two, shallow_batched]
 WAYS = [
     plain, gemm, packed_gate, gate_of_two, siblings, windows, batched, behind_identity, twice, einsum, in_a_branch,
     *IN_TURN, *REVERSED,
 ]  # fmt: skip
+IN_TWO_ORDERS = {siblings_in_two_orders: 3, gate_in_two_orders: 2}
+"""Of weights that a kernel reads in one order alone, and how many there are."""
 
 
 def built(build: Callable[[Builder, str], list[str]], dtype: int = FLOAT, **options: int) -> onnx.ModelProto:
@@ -210,7 +226,7 @@ def check_bits(model: onnx.ModelProto, fused: onnx.ModelProto, values: Mapping[s
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize(("build", "dtype"), each_with_one(WAYS, [FLOAT, FLOAT16]), ids=case_id)
+@pytest.mark.parametrize(("build", "dtype"), each_with_one([*WAYS, *IN_TWO_ORDERS], [FLOAT, FLOAT16]), ids=case_id)
 def test_a_fused_file_has_the_originals_bits(build: Callable[[Builder, str], list[str]], dtype: int) -> None:
     model = built(build, dtype)
     analysis = analyse_model(model, DEVICES)
@@ -220,7 +236,7 @@ def test_a_fused_file_has_the_originals_bits(build: Callable[[Builder, str], lis
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize("build", [*WAYS, *IN_TWO_ORDERS])
 def test_a_weight_is_stored_once_and_no_file_grows_by_it(build: Callable[[Builder, str], list[str]]) -> None:
     model = built(build)
     analysis = analyse_model(model, DEVICES)
@@ -261,13 +277,38 @@ def _shape(site: Site, name: str) -> list[int]:
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize("build", [*WAYS, *IN_TWO_ORDERS])
 def test_keep_weights_leaves_them(build: Callable[[Builder, str], list[str]]) -> None:
     model = built(build)
     analysis = analyse_model(model, DEVICES, keep_weights=True)
     assert not analysis.transposed
     before, after = arrays(model), arrays(rewritten(analysis, transposed=True))
     assert all(after[name].tobytes() == value.tobytes() for name, value in before.items() if value.ndim > 1)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize(("build", "products"), IN_TWO_ORDERS.items())
+def test_weights_in_two_orders_share_a_kernel_where_one_may_lie_otherwise(
+    build: Callable[[Builder, str], list[str]], products: int, dtype: int
+) -> None:
+    """Where none may, or somebody reads one as it lies, no kernel reads both, and all products are fused."""
+    b = Builder(dtype)
+    outs = build(b, b.input("x", ("batch", "rows", K)))
+    model = b.model(*outs)
+    turned = {name for name, value in arrays(model).items() if value.shape == (K, N)}
+    (site,) = analyse_model(model, DEVICES).sites
+    assert len(site.match.products) == products
+    assert site.transposed.keys() == turned
+    assert len({rhs.axes for rhs in site.fusion.rhs}) == 1
+
+    kept = analyse_model(model, DEVICES, keep_weights=True)
+    other = b("Softmax", b("MatMul", b("Sin", "x"), *turned))
+    read = analyse_model(b.model(*outs, other), DEVICES)
+    for analysis in (kept, read):
+        assert sum(len(each.match.products) for each in analysis.sites) == products
+        assert len(analysis.sites) > 1
+        assert all(len({rhs.axes for rhs in each.fusion.rhs}) == 1 for each in analysis.sites)
+        assert not analysis.transposed & turned
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -13,7 +13,16 @@ import onnxfuse
 from onnxfuse.lowering import plan_site
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.verify.verify import verify
-from tests.end_to_end.test_weight_order import WAYS, K, N, built, einsum, experts_in_turn, gate_in_turn
+from tests.end_to_end.test_weight_order import (
+    IN_TWO_ORDERS,
+    WAYS,
+    K,
+    N,
+    built,
+    einsum,
+    experts_in_turn,
+    gate_in_turn,
+)
 from tests.gpu.test_tune import times_of
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder
 
@@ -32,7 +41,12 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(
     ("build", "dtype"),
-    [(way, each) for way in WAYS for each in (FLOAT16, BFLOAT16, FLOAT) if each != BFLOAT16 or way not in NO_BFLOAT16],
+    [
+        (way, each)
+        for way in [*WAYS, *IN_TWO_ORDERS]
+        for each in (FLOAT16, BFLOAT16, FLOAT)
+        if each != BFLOAT16 or way not in NO_BFLOAT16
+    ],
 )
 def test_kernels_read_the_stored_order(build: Callable[[Builder, str], list[str]], dtype: int, tmp_path: Path) -> None:
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"

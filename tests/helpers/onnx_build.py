@@ -95,13 +95,14 @@ def of_sizes(model: ModelProto, sizes: Mapping[str, int]) -> ModelProto:
     return model
 
 
-def cpu_session(model: ModelProto) -> onnxruntime.InferenceSession:
-    """Plain ONNX Runtime on the CPU, graph optimisation off, no library registered."""
+def cpu_session(model: ModelProto, folds: bool = False) -> onnxruntime.InferenceSession:
+    """Plain ONNX Runtime on the CPU, graph optimisation off or such that it folds constants, no library registered."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1  # others take four times as long to start as a small model to load, and spin
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    level = "ORT_ENABLE_BASIC" if folds else "ORT_DISABLE_ALL"
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 

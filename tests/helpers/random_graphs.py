@@ -91,7 +91,10 @@ def graphs(draw: st.DrawFn) -> tuple[ModelProto, dict[str, np.ndarray]]:
 def _product(s: Sketch, x: str, columns: int) -> None:
     k = s.sizes[-1]
     if len(s.sizes) == 2 and s.draw(st.booleans()):
-        _gemm(s, x, columns)
+        _gemm(s, x, s.sizes[0], columns)
+        return
+    if len(s.sizes) > 2 and s.draw(st.integers(0, 2)) == 0:
+        _flat_gemm(s, x, columns)
         return
     transposed = s.draw(st.booleans())
     weight = s.b.array(s.numbers(columns, k) if transposed else s.numbers(k, columns), f"weight{len(s.b.nodes)}")
@@ -102,8 +105,17 @@ def _product(s: Sketch, x: str, columns: int) -> None:
     s.add(product, (*s.sizes[:-1], columns))
 
 
-def _gemm(s: Sketch, x: str, columns: int) -> None:
-    transposed, k, rows = s.pick(0, 1), s.sizes[-1], s.sizes[0]
+def _flat_gemm(s: Sketch, x: str, columns: int) -> None:
+    """As onnxslim writes a MatMul and an Add: all rows in one dimension, and apart again where they are known."""
+    rows = s.sizes[:-1]
+    _gemm(s, s.b("Reshape", x, s.b.integers(-1, s.sizes[-1])), prod(rows), columns)
+    if not any(isinstance(dim, str) for dim in s.dims) and s.draw(st.booleans()):
+        value = s.values.pop()
+        s.add(s.b("Reshape", value.name, s.b.integers(*rows, columns)), (*rows, columns))
+
+
+def _gemm(s: Sketch, x: str, rows: int, columns: int) -> None:
+    transposed, k = s.pick(0, 1), s.sizes[-1]
     weight = s.b.array(s.numbers(*((columns, k) if transposed else (k, columns))), f"weight{len(s.b.nodes)}")
     shapes = [None, (), (columns,), (1, columns)] + ([(rows, 1), (rows, columns)] if isinstance(s.dims[0], int) else [])
     shape = s.pick(*shapes)

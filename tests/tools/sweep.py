@@ -3,10 +3,10 @@
     python -m tests.tools.sweep [FOLDER] [--manifest F] [--only GLOB]
 
 Without FOLDER it sweeps the corpus. A model that was stored without its weights gets them back
-(tests/helpers/corpus.py); the feeds are `NAME.feed*.npz` beside a model, or random ones. Graph optimisation is off, and
-no library is registered. A model fails when an output changes, when it has fewer sites than the manifest says, or more
-two-part gates, when an attention neither fuses nor says why, and when a command cannot print or write its result. The
-exit code is 1 when a model fails.
+(tests/helpers/corpus.py); the feeds are `NAME.feed*.npz` beside a model, or random ones. Graph optimisation is off, or
+folds constants where a kernel needs a weight in another order, and no library is registered. A model fails when an
+output changes, when it has fewer sites than the manifest says, or more two-part gates, when an attention neither fuses
+nor says why, and when a command cannot print or write its result. The exit code is 1 when a model fails.
 """
 
 from __future__ import annotations
@@ -204,18 +204,18 @@ def taken_apart(original: ModelProto, analysis: Analysis) -> ModelProto:
     return copy
 
 
-def difference(original: ModelProto, fused: ModelProto, feeds: list[dict[str, np.ndarray]]) -> str:
+def difference(original: ModelProto, fused: ModelProto, feeds: list[dict[str, np.ndarray]], folds: bool = False) -> str:
     """The first output whose bits are not the same; empty where all are."""
-    expected = _outputs(original, feeds)
-    for feed, (before, after) in enumerate(zip(expected, _outputs(fused, feeds), strict=True)):
+    expected = _outputs(original, feeds, folds)
+    for feed, (before, after) in enumerate(zip(expected, _outputs(fused, feeds, folds), strict=True)):
         for value, first, second in zip(original.graph.output, before, after, strict=True):
             if first.tobytes() != second.tobytes():
                 return f"output {value.name!r} differs with feed {feed}"
     return ""
 
 
-def _outputs(model: ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
-    session = cpu_session(model)
+def _outputs(model: ModelProto, feeds: list[dict[str, np.ndarray]], folds: bool) -> list[list[np.ndarray]]:
+    session = cpu_session(model, folds)
     names = {value.name for value in session.get_inputs()}
     return [session.run(None, {name: feed[name] for name in names}) for feed in feeds]
 
@@ -231,7 +231,8 @@ def sweep_model(path: Path, expected: Mapping[str, int] | None, commands: bool =
         fused, feeds = rewritten(analysis), list(feeds_of(path, original))
         if commands:
             _go_through_commands(original, fused, feeds[0])
-        fault = difference(taken_apart(original, analysis), fused, feeds)
+        folds = any(site.transposed and not isinstance(site.as_stored, Site) for site in analysis.sites)
+        fault = difference(taken_apart(original, analysis), fused, feeds, folds)
         joined, apart = attentions_of(analysis, original)
         found[ATTENTIONS] = joined
         return Outcome(found, expected, skipped, fault, joined + apart.total(), apart)
