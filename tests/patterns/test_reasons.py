@@ -140,6 +140,13 @@ def outer_product(b: Builder) -> str:
     return b("Relu", b("MatMul", b.input("x", (3, 4, 1)), b.input("y", (3, 1, 5))))
 
 
+def small_gate_in_two_orders(b: Builder) -> str:
+    """Of weights that are no larger than what is never stored otherwise."""
+    x = b.input("x", (4, K))
+    value, gate = b("Gemm", x, b.array(draw(K, N))), b("Gemm", x, b.array(draw(N, K)), transB=1)
+    return b("Mul", value, b("Tanh", gate))
+
+
 CASES = {
     "axes_do_not_flatten": many_broadcasts,
     "batch_transposed": permuted_batch,
@@ -160,6 +167,7 @@ CASES = {
     "operand_split_differs": bias_of_another_split,
     "operand_without_effect": lambda b: b("Relu", b("Gemm", b.input("x", (4, K)), b.array(draw(K, N)),
                                                     b.input("c", (4, N)), beta=0.0)),
+    "orders_differ": small_gate_in_two_orders,
     "outer_product": outer_product,
     "quantized": dequantized,
     "rank_too_high": ten_dimensions,
