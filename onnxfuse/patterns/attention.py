@@ -26,6 +26,7 @@ from onnxfuse.ir.join import join
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.diagonal import diagonal_of
+from onnxfuse.patterns.epilogue_graph import LOAD
 from onnxfuse.patterns.expanded_operands import with_expanded_operands
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.insertion_points import InsertionPoints
@@ -230,6 +231,8 @@ class Attentions:
         """The fusions from the second product on, of its type, that read nothing beside it; the largest first."""
         product = candidate.second
         grown = self._grown(product, computed, turned=candidate.turned)
+        if _is_scaled_by_the_run(grown):
+            grown = self._grown(product, tuple(op for op in computed if op not in SCALES), turned=candidate.turned)
         partition = Partition(grown, self.points)
         refusal: NotFusable | None = _no_kernel(product, "the second product is none by itself")
         for position in reversed(self._ends(partition)):
@@ -315,6 +318,12 @@ class Attentions:
                 told = None if sizes is None else told_shape(self.graph, product, reader, sizes)
                 if told is not None:
                     yield self.graph.index(reader), told
+
+
+def _is_scaled_by_the_run(grown: GrownRegion) -> bool:
+    """Whether a product has a factor that only the run knows: a number before one of its inputs."""
+    made = (grown.values[product.out] for product in grown.products)
+    return bool(grown.epilogue.leaves(LOAD, tuple(value.ref for value in made if value is not None)))
 
 
 def _without_masked(softmax: gs.Node, scores: Fusion) -> Fusion:

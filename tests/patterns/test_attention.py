@@ -78,6 +78,24 @@ def test_heads_that_share_keys_lie_inside() -> None:
     assert str(mapping) == "batch=b heads=h*g m=m n=n k=k o=o"
 
 
+@pytest.mark.parametrize("scaled", ["query", "key", "value"])
+def test_a_number_that_the_run_knows_before_any_of_the_three(scaled: str) -> None:
+    """Scores are scaled for the keys; query and values, as a dynamic quantisation makes them, are read as they come."""
+    b = Builder(FLOAT16)
+    shape = ("batch", HEADS, "rows", HEAD)
+    tensors = {name: b.input(name, shape) for name in ("query", "key", "value")}
+    product = b("Mul", tensors[scaled], b.input("scale", (1,)))
+    tensors[scaled] = b("Reshape", product, b.integers(0, HEADS, -1, HEAD))
+    s = b("MatMul", tensors["query"], b("Transpose", tensors["key"], perm=(0, 1, 3, 2)))
+    model = b.model(b("MatMul", b("Softmax", s, axis=-1), tensors["value"]))
+    attention = attention_of(model)
+    read = {"query": attention.query.name, "value": attention.values.name}
+    assert [name for name, tensor in read.items() if tensor == product] == ([scaled] if scaled != "key" else [])
+    assert ("scale" in [tensor.name for tensor in attention.operands]) == (scaled == "key")
+    feed = feeds(model)
+    assert run(model, feed)[0].tobytes() == run(rewritten(analysed(model)), feed)[0].tobytes()
+
+
 @pytest.mark.parametrize("form", ["merged_batch", "masked_in_batches"])
 def test_heads_of_a_batch_are_read_as_they_lie(form: str) -> None:
     attention = attention_of(model_of(form))
