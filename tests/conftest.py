@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.thinning import Taken, is_taken
 
-# How long an input takes to draw says how busy the machine is, not that a strategy is wrong. Every run has the same
-# examples, so that what fails is of the change that is tested; the nightly profile draws new ones.
-settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+# How long an example takes says how busy the machine is, not that something is wrong. Every run has the same ones: what
+# fails is of the change that is tested. The nightly profile draws new ones.
+settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow], deadline=None, derandomize=True)
 settings.register_profile("nightly", settings.get_profile("any machine"), max_examples=2000, derandomize=False)
 settings.load_profile("any machine")
 

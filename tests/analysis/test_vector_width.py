@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from onnxfuse.analysis.axis_mapping import map_axes
@@ -360,7 +360,6 @@ def random_fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, int]]:
     return built, sizes
 
 
-@settings(deadline=None)
 @given(random_fusions(), st.integers(0, 15))
 def test_every_access_of_the_width_is_contiguous_aligned_and_inside(drawn, offset: int) -> None:
     """Twice the width would break a rule or exceed 16 bytes; and a view is legal where its offset is a multiple."""

@@ -23,7 +23,7 @@ from tests.tools.sweep import rewritten
 DEVICES = resolve("sm_90a,sm_80", list)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(graphs())
 def test_what_is_fused_means_what_it_meant(drawn) -> None:
     """Of weights as they lie: a weight of 1 KB may be planned otherwise."""
@@ -39,7 +39,7 @@ def test_what_is_fused_means_what_it_meant(drawn) -> None:
         assert expected.tobytes() == actual.tobytes()
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(graphs())
 def test_weights_in_another_order_mean_the_same(drawn) -> None:
     """As if every weight were large and faster so; without ONNX Runtime's optimiser a Transpose restores each."""

@@ -53,14 +53,13 @@ def by_bridge(archive: bytes) -> tuple[int, int] | None:
     return int(size), int(value)
 
 
-@settings(deadline=None)
 @given(images, st.integers(0, 9), strategies)
 def test_every_way_to_compress_is_read(image: bytes, level: int, strategy: int) -> None:
     archive = archive_of(deflate(image, level, strategy), len(image))
     assert by_bridge(archive) == by_python(archive) == (len(image), fnv1a(image))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(images, st.integers(0, 9), strategies, st.data())
 def test_altered_streams_are_read_or_refused_as_by_zlib(
     image: bytes, level: int, strategy: int, data: st.DataObject

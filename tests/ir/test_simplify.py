@@ -90,7 +90,7 @@ def test_a_division_without_a_reciprocal_stays(divisor: float) -> None:
     assert ops(simplify(epilogue(("div", X, divisor)))) == ["div"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_graph_means_what_it_meant(data: st.DataObject) -> None:
     steps: list[tuple] = []

@@ -307,7 +307,7 @@ def test_the_second_half_decides_for_both(n: int, rhs: int, bias: Sequence[int])
     assert (chosen["lhs"], chosen["rhs"], chosen["loads"]) == ([8], [rhs, rhs], bias)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(random_fusions(), st.sampled_from(["sm_80", "sm_90a"]), st.data())
 def test_whatever_is_launched_is_legal_at_every_index(drawn, arch: str, data: st.DataObject) -> None:
     """Walked loops, parts, views at an offset, sizes with guards true and false: some variant always fits."""
@@ -329,7 +329,7 @@ def test_whatever_is_launched_is_legal_at_every_index(drawn, arch: str, data: st
         assert width == 1 or is_legal(elements, width), (role, str(tensor), width, sizes, offsets)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(random_fusions(), st.data())
 def test_whatever_is_launched_behind_the_library_is_legal(drawn, data: st.DataObject) -> None:
     """Of the parts as they lie in scratch memory, and of all other tensors; some kernel behind the library fits."""

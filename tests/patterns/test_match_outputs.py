@@ -181,7 +181,7 @@ def test_columns_that_nothing_reads_are_not_computed() -> None:
     check_meaning(model, fusion, FEED)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_closed_pointwise_graph_means_what_it_meant(data: st.DataObject) -> None:
     """Random graphs over two halves and operands: the fusion computes what ONNX Runtime computes."""

@@ -163,7 +163,7 @@ def assert_same(
     return parts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_every_index_reaches_the_element_that_numpy_reaches(case: Case) -> None:
     inputs = [name for name in case.tensors if name != "out0"]
@@ -180,7 +180,7 @@ def test_every_index_reaches_the_element_that_numpy_reaches(case: Case) -> None:
     assert_same(case, "out0", arguments.outs, ("batch", "m", "n"), arguments.outs_outer)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_shape_inference_agrees_with_the_run(case: Case) -> None:
     inputs = [name for name in case.tensors if name != "out0"]
@@ -377,7 +377,7 @@ def test_a_broken_attribute_is_named(changes: Mapping[str, str], words: Sequence
         assert word in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(["axes", "sizes", "problem", "arguments"]),
     st.sampled_from([(GATE, GATE_SHAPES), (WINDOW, WINDOW_SHAPES)]),
@@ -445,7 +445,6 @@ def fields(record: Record) -> list[str]:
     return [record.kernel, record.entry, *map(str, (*numbers, *launch, *tail))]
 
 
-@settings(deadline=None)
 @given(st.lists(records(), max_size=4))
 def test_cpp_reads_what_python_packs(given_records: list[Record]) -> None:
     assert bridge().archive(pack(given_records)) == [fields(record) for record in given_records]
@@ -481,7 +480,7 @@ def resealed(data: bytearray) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
     archive = bytearray(pack([RECORD, dataclasses.replace(RECORD, image=b"second image")]))
