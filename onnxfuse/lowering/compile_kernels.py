@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.progress import Progress
-from onnxfuse.runtime.compile import CompiledImage, compile_cached, shares_compilation
-from onnxfuse.settings import cache_dir, compile_jobs
+from onnxfuse.runtime.compile import CompiledImage, compile_cached, kernel_pool, shares_compilation
+from onnxfuse.settings import cache_dir
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,6 @@ class Kernels:
 def compile_implementations(implementations: Iterable[Implementation], progress: Progress | None = None) -> Kernels:
     """Compile each distinct kernel once, and PTX beside the architecture whose compilation makes it anyway.
 
-    An error, or Ctrl-C, waits for the compilations that have begun, and no other begins.
-
     Raises:
         CompileError: NVRTC refused a kernel.
     """
@@ -34,16 +32,13 @@ def compile_implementations(implementations: Iterable[Implementation], progress:
     groups = _groups(wanted)
     images: dict[tuple[str, str], CompiledImage] = {}
     folder = cache_dir()
-    pool = ThreadPoolExecutor(compile_jobs())
-    try:
+    with kernel_pool() as pool:
         jobs = {pool.submit(compile_cached, source, devices, folder): (source, devices) for source, devices in groups}
         for job in as_completed(jobs):
             source, devices = jobs[job]
             images |= {(source, device.arch): image for device, image in zip(devices, job.result(), strict=True)}
             if progress is not None:
                 progress("compiling kernels", len(images), len(wanted))
-    finally:
-        pool.shutdown(cancel_futures=True)
     return Kernels(images)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.kernel_description import Described, read_description
 from onnxfuse.lowering.launch_record import launch_record
 from onnxfuse.progress import Progress, counted
-from onnxfuse.runtime.compile import CompiledImage, compile_source, nvrtc_version
-from onnxfuse.settings import compile_jobs
+from onnxfuse.runtime.compile import CompiledImage, compile_source, kernel_pool, nvrtc_version
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def _differences(
             continue
         pairs += zip(own, variants, strict=True)
         wanted |= {(_source(each), each[0].arch): each[0] for each in variants}
-    with ThreadPoolExecutor(compile_jobs()) as pool:
+    with kernel_pool() as pool:
         jobs = [pool.submit(_compiled, source, device) for (source, _), device in wanted.items()]
         images = [job.result() for job in counted("compiling kernels", jobs, progress)]
     kernels = Kernels(dict(zip(wanted, images, strict=True)))

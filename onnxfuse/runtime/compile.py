@@ -6,6 +6,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from onnxfuse.device import ARCHITECTURES, PTX, DeviceSpec
 from onnxfuse.errors import CompileError
 from onnxfuse.runtime.cache import Entry, entry_key, read_entry, write_entry
 from onnxfuse.runtime.cupy_folder import give_cupy_a_folder
+from onnxfuse.settings import compile_jobs
 
 SOURCE_NAME = "kernel.cu"
 HEADER = "cuda_fp16.h"
@@ -72,6 +74,16 @@ def compile_cached(source: str, devices: Sequence[DeviceSpec], cache_dir: Path |
         }  # fmt: skip
         write_entry(folder, _image_name(device), Entry(source, image.data, image.log), meta)
     return images
+
+
+@contextmanager
+def kernel_pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for work on kernels: behind an error, or Ctrl-C, it waits for what has begun, and nothing else begins."""
+    pool = ThreadPoolExecutor(compile_jobs())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _image_name(device: DeviceSpec) -> str:

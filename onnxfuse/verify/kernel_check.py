@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from onnxfuse.errors import CompileError, ModelError
 from onnxfuse.graph.archive import Flavour, Record, unpack
 from onnxfuse.graph.fused_nodes import FusedNode, fused_nodes
 from onnxfuse.progress import Progress, counted
+from onnxfuse.runtime.compile import kernel_pool
 from onnxfuse.runtime.disassemble import TOOL_MISSING, sass
 from onnxfuse.runtime.session import library_function
-from onnxfuse.settings import compile_jobs
 
 _ERROR_BYTES = 4096
 # In the order of the library's NodeText.
@@ -90,7 +89,7 @@ def check_kernels(optimized: Path, progress: Progress) -> KernelCheck | None:
         except ModelError as error:
             faults.append(str(error))
     images = {(record.image, record.capability, record.flavour): record for record in records}
-    with ThreadPoolExecutor(compile_jobs()) as pool:
+    with kernel_pool() as pool:
         jobs = [pool.submit(_fault_of_image, record) for record in images.values()]
         faults += [fault for job in counted("reading kernels", jobs, progress) if (fault := job.result())]
     names = sorted({_architecture(record) for record in records})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,3 +203,24 @@ def test_what_was_checked_is_a_sentence(model: onnx.ModelProto, tmp_path: Path) 
     onnx.save(model, tmp_path / "fused.onnx")
     found = check_kernels(tmp_path / "fused.onnx", silent)
     assert str(found).startswith(f"kernels  1 fused node with {found.kernels} kernels for ptx, sm_80, sm_90a: ")
+
+
+def test_no_other_kernel_is_read_behind_an_interruption(
+    model: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` that is asked to end ends, however many kernels are left."""
+    read = []
+
+    def interrupted(record: Record) -> str | None:
+        read.append(record)
+        if len(read) > 1:
+            time.sleep(0.2)  # time for the others to be cancelled
+        raise KeyboardInterrupt
+
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    monkeypatch.setenv("ONNXFUSE_COMPILE_JOBS", "1")
+    monkeypatch.setattr(kernel_check, "_fault_of_image", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        check_kernels(path, silent)
+    assert len(read) < len(unpack(archive_of(model).raw_data)) / 2
