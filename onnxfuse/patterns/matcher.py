@@ -337,7 +337,7 @@ class Search(Generic[SiteT]):
         """The largest match, with others beside it where that pays, or a match for each column range of a product."""
         largest = self._largest(partition, group)
         found = self._by_range(partition, group, largest)
-        first = largest or self._bare(partition, group)
+        first = largest or (self._bare(partition, group) if len(group) > 1 else None)
         if found or first is None:
             return found
         joint = self._with_siblings(partition, group, first)
@@ -349,9 +349,9 @@ class Search(Generic[SiteT]):
         return self._first(partition, matches)
 
     def _bare(self, partition: Partition, products: Group) -> Found[SiteT] | None:
-        """A product by itself, whose views an attention has taken: a kernel computes it beside others of its input."""
+        """A product by itself, behind which nothing is a kernel's: one computes it beside others of its input."""
         for product in products if self.is_profitable is not None else ():
-            if product.is_weight and any(map(self.points.is_taken, product.node.outputs[0].outputs)):
+            if product.is_weight:
                 try:
                     return self._made(partition.bare(product))
                 except NotFusable:

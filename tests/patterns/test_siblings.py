@@ -247,11 +247,12 @@ def test_products_that_the_library_makes_faster_one_by_one_share_a_kernel(projec
     assert site.strategy is (Strategy.ONE_KERNEL if projections == 3 else Strategy.EPILOGUE_ONLY)
 
 
-def test_a_product_with_nothing_behind_it_joins_nobody() -> None:
+def test_a_product_with_nothing_behind_it_joins_where_that_pays() -> None:
     b = Builder()
     t = linear(b)
     model = b.model(b("Tanh", t), b("MatMul", "x", b.array(draw(K, HEADS * WIDTH), "plain")))
-    assert products_of(joined(model)) == [1]
+    assert products_of(joined(model)) == [2]
+    assert products_of(joined(model, pays=False)) == [1]
 
 
 @pytest.mark.parametrize("experts", [4, 8, 12])
@@ -295,6 +296,18 @@ def test_projections_whose_heads_an_attention_takes_are_siblings() -> None:
     feed = {"x": draw(2, 5, 64, seed=9).astype(np.float16), "scale": np.array([0.1], np.float16)}
     for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
         assert before.tobytes() == after.tobytes()
+
+
+def test_projections_whose_heads_are_normalised_are_siblings() -> None:
+    """No kernel of a product normalises rows of heads, so nothing follows any of the three."""
+    b, width, head = Builder(FLOAT16), 1024, 64
+    x = b.input("x", ("batch", "rows", width))
+    products = [b("MatMul", x, b.array(draw(width, width, seed=seed), f"bare{seed}")) for seed in range(3)]
+    q, k, v = (b("Reshape", product, b.integers(0, 0, width // head, head)) for product in products)
+    q, k = (b("LayerNormalization", heads, *(b.array(draw(head, seed=9)) for _ in "sb")) for heads in (q, k))
+    analysis = analyse_model(b.model(q, k, v), [DEVICE])
+    found = sorted((site.fusion.pattern, len(site.match.products)) for site in analysis.sites)
+    assert found == [("normalisation", 0), ("normalisation", 0), ("sibling_gemms", 3)]
 
 
 @pytest.mark.parametrize(("one", "pays"), [([3.0, 4.0], True), ([3.0, 5.1], False)])
