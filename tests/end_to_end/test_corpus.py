@@ -26,7 +26,7 @@ def count(fusions: list[Pointwise]) -> Counter[str]:
     return Counter(kind for fusion in fusions for kind in sweep.kinds_of(fusion))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))
 def test_sites_are_those_of_the_manifest(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list), attention=False)

@@ -229,7 +229,7 @@ def test_many_of_one_kind_cost_what_they_are(build: Callable[[Builder, str, int]
     assert calls(sized(many)) < NOISE * many / few * calls(sized(few))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize(("domain", "op"), ROWS)
 def test_a_chain_costs_what_its_nodes_cost(domain: str, op: str) -> None:
     calls(chain(domain, op, SHORT))  # imports and caches

@@ -369,7 +369,7 @@ def memory_at(arrays: list[np.ndarray], pointer: int) -> tuple[np.ndarray, int]:
     return array.reshape(-1), (pointer - array.ctypes.data) // array.itemsize
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_kernel_behind_the_library_computes_what_the_graph_computes(graph, tmp_path: Path) -> None:
     b = Builder()
@@ -387,7 +387,7 @@ def test_the_kernel_behind_the_library_computes_what_the_graph_computes(graph, t
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("epilogue_only", [False, True])
 def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool, tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool,
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
@@ -415,7 +415,7 @@ def test_normalised_heads_turn(rotate: Rotate, norm: Rotate, together: bool, var
     check_rows(normalised(rotate, norm, together=together), variant, tmp_path)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("head", [16, 20])
 @pytest.mark.parametrize("value", [transposed, as_it_lies, beside_others, of_a_split])
@@ -436,7 +436,7 @@ def test_heads_turn_beside_each_other(variant: int, tmp_path: Path) -> None:
     check_rows(in_rows(), variant, tmp_path)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("behind", BEHIND)
 def test_rows_are_normalised_with_what_is_behind(behind, variant: int, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_rows_are_normalised_with_what_is_behind(behind, variant: int, tmp_path:
     check_rows(b.model(behind(b)), variant, tmp_path)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("rows", [("batch", "rows"), (7, 3)])
 @pytest.mark.parametrize("ranges", RANGES)
@@ -471,7 +471,7 @@ def check_site(model: ModelProto, site: Site, variant: int, folder: Path) -> Non
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("graph", REPEATED, ids=lambda graph: graph.__name__)
 @pytest.mark.parametrize("variant", [0, -1])
 def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("order", ["kn", "nk"])
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 8), (8, 1), (2, 3), (4, 8), (1, 12)])
 def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_pa
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("shape", [(32, 48), (1, 48), (32, 1), (1, 1), (2, 32, 48), (2, 1, 48)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("epilogue_only", [False, True])

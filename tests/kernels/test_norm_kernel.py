@@ -231,6 +231,7 @@ def test_kernels_need_no_local_memory(arch: str, taken: Taken) -> None:
         assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_planned_kernels_spill_a_word_or_two(arch: str, dtype: DType, taken: Taken) -> None:

@@ -125,6 +125,7 @@ def over_its_root(b: Builder, dividend: str, squared: str, way: tuple[Callable[.
     return end(b, dividend, b("Pow", squared, b.array(2.0)) if by_power else b("Mul", squared, squared))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dividend", VALUES)
 @pytest.mark.parametrize("squared", VALUES)
 def test_what_is_squared_is_what_is_divided(squared: Form, dividend: Form) -> None:

@@ -341,6 +341,7 @@ def test_a_normalization_is_no_activation() -> None:
     assert "activation" in fused(rows_normalized).features
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("form", "dtype"), each_with_one(FORMS, [1, 10]), ids=case_id)
 def test_it_is_planned_and_bits_are_the_same_without_the_library(
     form, dtype: int, monkeypatch: pytest.MonkeyPatch

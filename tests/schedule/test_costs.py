@@ -25,6 +25,7 @@ def legal(spec: KernelSpec, device: DeviceSpec, k: int) -> list[Candidate]:
     return [entry for entry in every if entry.family.why_not(spec, entry.tile, device) is None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("order", ["nk", "kn"])
