@@ -185,6 +185,7 @@ def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> 
         "GROUP_ROWS": tile.group_rows,
         "STAGES": layout.stages,
         "STAGE_BYTES": layout.stage,
+        "KEPT_BYTES": layout.kept,
         "SUMS_BYTES": layout.sums,
         "SLAB_COLUMNS": layout.slab_columns,
         "OUT_BUFFERS": layout.out_buffers,

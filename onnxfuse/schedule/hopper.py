@@ -73,6 +73,17 @@ SHARED_LHS = (
     HopperTile(192, 160, pingpong=False, groups=3, cluster_n=2),
     HopperTile(192, 192, pingpong=False, groups=3, cluster_n=2),
 )
+LONGEST_KEPT_ROW = 1024  # bytes of k of what blocks keep of rhs: of 61 problems with longer rows one gained
+KEEPING = (
+    HopperTile(128, 192, pingpong=True),
+    HopperTile(128, 160, pingpong=True),
+    HopperTile(128, 128, pingpong=True, groups=4),
+    HopperTile(128, 128, pingpong=True),
+    HopperTile(128, 96, pingpong=True),
+    HopperTile(64, 160, pingpong=True),
+    HopperTile(192, 128, pingpong=False, groups=3),
+    HopperTile(192, 96, pingpong=False, groups=3),
+)
 NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
@@ -108,7 +119,10 @@ class Hopper(ProductFamily):
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """Of widths that parts round to the same, the first."""
         shared = SHARED_LHS if k * spec.dtype.bytes % SECTOR else ()
-        every = [self._candidate(tile, spec, device, k) for tile in (*TILES, *shared) if device.arch == ARCH]
+        step = block_k(spec)
+        deep = k * spec.dtype.bytes > LONGEST_KEPT_ROW
+        keeping = [replace(tile, group_rows=1, kept_k=-(-k // step) * step) for tile in KEEPING if not deep]
+        every = [self._candidate(tile, spec, device, k) for tile in (*TILES, *shared, *keeping) if device.arch == ARCH]
         distinct = {entry.tile: entry for entry in reversed(every)}
         return tuple(reversed(distinct.values()))
 
@@ -116,7 +130,7 @@ class Hopper(ProductFamily):
         """The tile's width shared among the parts, in whole steps of wgmma's transposed operand; narrower is slower."""
         known = calibration(device)
         shallow = spec.parts == 1 and k <= known.hopper_ahead_depth
-        group_rows = tile.group_rows if tile.pingpong else known.hopper_one_wave_group_rows
+        group_rows = tile.group_rows if tile.pingpong or tile.kept_k else known.hopper_one_wave_group_rows
         columns = max(tile.block_n // spec.parts // 16, 1) * 16
         own = replace(tile, block_n=columns, group_rows=group_rows)
         in_place = in_place_load(spec, own) is not None
@@ -166,12 +180,14 @@ class Hopper(ProductFamily):
         tile: HopperTile = entry.tile
         known = calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
+        waves = np.where(tile.kept_k, waves_of_rows(tile, problem, device), waves)
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
         epilogue = of_each(tile, lambda each: epilogue_time(each, spec, device))
         busy = in_turns(tile, waves, main_loop, epilogue)
         together = joined(tile, busy, cost_model.moving(spec, problem, device), problem, known)
         exchanging = exchange_time(tile, spec, problem, device)
         sharing = known.hopper_cluster * (tile.cluster > tile.splits)
+        too_many = too_many | too_many_columns(tile, problem, device)
         return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging + sharing)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
@@ -195,11 +211,12 @@ def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
     other, and loads take longer: where few are loaded, less than a launch does.
 
     Args:
-        layout: with the bytes of a stage.
+        layout: with the bytes of a stage, and of what is loaded once.
         depth: k of a stage.
         device: to plan for.
     """
-    return int(calibration(device).hopper_early_bytes / layout.stage * depth * layout.splits)
+    streamed = max(calibration(device).hopper_early_bytes - layout.kept, 0)
+    return int(streamed / layout.stage * depth * layout.splits)
 
 
 def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> tuple[Amount, Amount]:
@@ -212,6 +229,18 @@ def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> t
     at_once = of_each(tile, lambda each: known.hopper_clustered[str(each.cluster)])
     too_many = ((tile.splits > 1) | (tile.cluster > 2)) & (problem.guessed | (blocks > at_once))
     return np.maximum(np.ceil(blocks / at_once), 1), too_many
+
+
+def too_many_columns(tile: HopperTile, problem: Problem, device: DeviceSpec) -> Amount:
+    """Whether blocks would keep rhs of other columns tile after tile, and load it anew for each."""
+    return (tile.kept_k > 0) & (np.ceil(problem.n / tile.block_n) > device.multiprocessors)
+
+
+def waves_of_rows(tile: HopperTile, problem: Problem, device: DeviceSpec) -> Amount:
+    """Tiles one after the other where each block has those of the same columns: as many blocks for all columns."""
+    columns = np.ceil(problem.n / tile.block_n)
+    blocks = np.maximum(device.multiprocessors // columns, 1)
+    return np.ceil(problem.batch * np.ceil(problem.m / tile.block_m) / blocks)
 
 
 def blocks_of(tile: RingTile, problem: Problem) -> Amount:
@@ -242,7 +271,7 @@ def _main_loop(
     steps = np.ceil(np.ceil(problem.k / block_k(spec)) / tile.splits)
     share = np.minimum(tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
     ragged = np.ceil(waves / np.maximum(np.ceil(problem.m / tile.block_m), 1)) / waves
-    loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
+    loading = _loading(tile, spec, problem, device, waves) * (known.hopper_alone + (1 - known.hopper_alone) * share)
     box = _box(tile)
     loading = loading + known.hopper_box * (np.ceil(np.minimum(problem.m, tile.block_m) / box) - 1)
     behind = np.where(begins_at_any_row(spec) & (problem.m >= tile.block_m), 0, -problem.m % box)
@@ -264,13 +293,17 @@ def _multiplied_columns(tile: HopperTile, spec: KernelSpec) -> float:
     return sum(max(width, width / 2 + READ_BESIDE) for width in widths)
 
 
-def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """Microseconds in which TMA loads a step's rows, of 128 bytes or less, where every multiprocessor loads."""
+def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, waves: Amount) -> Amount:
+    """Microseconds in which TMA loads a step's rows, of 128 bytes or less, where every multiprocessor loads.
+
+    Rhs that is kept is loaded once for all of a block's tiles.
+    """
     known = calibration(device)
     width, order, box = spec.dtype.bytes, spec.rhs_order, _box(tile)
     rows = tile.block_n if order == "nk" else of_each(tile, lambda each: _boxes(each, spec)) * block_k(spec)
     lhs = np.ceil(np.minimum(problem.m, tile.block_m) / box) * box * in_pieces("lhs", problem.k * width, known)
     rhs = spec.parts * rows * in_pieces(f"rhs {order}", problem.rhs_row(order) * width, known)
+    rhs = rhs / np.where(tile.kept_k, waves, 1)
     return known.hopper_loaded_row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 
 

@@ -3,7 +3,8 @@
 Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it; of rhs with
-              n contiguous first the columns of all parts that fill whole swizzles, then the rest of all parts
+              n contiguous first the columns of all parts that fill whole swizzles, then the rest of all parts;
+              or stages x lhs, and behind them the rhs of every step of k, which stays
     sums      where blocks split k: those that the others send, [block][warp][register / 4][lane] of four registers each
     staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand; or for each
               group two or all slabs of a tile operand, whose place the output takes
@@ -77,6 +78,8 @@ class HopperTile:
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
         lhs_rows: rows of one box of lhs, of which those behind the last row are not loaded; 0 for one box of all that
             the block loads. A box takes TMA time by itself, and so do rows of zeros in a tall one.
+        kept_k: of rhs that stays in shared memory while a block computes tiles of the same columns, a multiple of a
+            stage's and no less than the product's; 0 where each tile loads its own.
     """
 
     block_m: int
@@ -91,6 +94,7 @@ class HopperTile:
     groups: int = 2
     splits: int = 1
     lhs_rows: int = 0
+    kept_k: int = 0
 
     k_groups: ClassVar[int] = 1  # all groups multiply every stage of their tile
 
@@ -115,7 +119,8 @@ class HopperTile:
         splits = f" k split by {self.splits}" if self.splits > 1 else ""
         schedule = "ping-pong" if self.pingpong else "cooperative"
         boxes = f" lhs by {self.lhs_rows} rows" if self.lhs_rows else ""
-        return f"{self.block_m}x{self.block_n} {schedule}{groups}{cluster}{splits}{boxes}"
+        kept = " rhs kept" if self.kept_k else ""
+        return f"{self.block_m}x{self.block_n} {schedule}{groups}{cluster}{splits}{boxes}{kept}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class HopperFootprint:
     Attributes:
         stages: depth of the ring.
         stage: one stage of the ring.
+        kept: all of rhs that stays, behind the ring.
         slab_columns: columns that one pass of the epilogue stages.
         staging: staging area of one warp, or a quarter of its group's.
         vectors: vectors of one tile.
@@ -145,6 +151,7 @@ class HopperFootprint:
 
     stages: int
     stage: int
+    kept: int
     slab_columns: int
     staging: int
     vectors: int
@@ -168,7 +175,7 @@ class HopperFootprint:
     @property
     def vectors_offset(self) -> int:
         """Where the vectors begin."""
-        return self.stages * self.stage + self.sums + GROUP_WARPS * self.groups * self.staging
+        return self.stages * self.stage + self.kept + self.sums + GROUP_WARPS * self.groups * self.staging
 
     @property
     def barriers_offset(self) -> int:
@@ -309,7 +316,8 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int 
         shared_limit: shared memory of one block, in bytes.
         stage: bytes of a stage; 0 for those of factors as they are.
     """
-    stage = stage or STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
+    loaded = tile.block_m + (0 if tile.kept_k else spec.parts * tile.block_n)
+    stage = stage or STAGE_ROW_BYTES * loaded
     products = tile.block_m * tile.block_n * spec.parts
     known = calibration_of(ARCH)
     enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
@@ -399,11 +407,12 @@ def _layout(
     staging = -(-staging // period) * period
     sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES // tile.splits * (tile.splits - 1)
     barriers = _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
-    fixed = sums + GROUP_WARPS * tile.groups * staging + VECTOR_BUFFERS * vectors + barriers
+    kept = tile.kept_k * spec.dtype.bytes * tile.block_n * spec.parts
+    fixed = kept + sums + GROUP_WARPS * tile.groups * staging + VECTOR_BUFFERS * vectors + barriers
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), calibration_of(ARCH).hopper_most_stages)
     return HopperFootprint(
-        stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
+        stages, stage, kept, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
         tile.splits, sums, served, in_place, 0 if in_place is None else slabs - load_buffers,
         columns not in SWIZZLED_COLUMNS,
     )  # fmt: skip
@@ -420,6 +429,7 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         or first(_of_rows(spec, tile))
         or first(_of_columns(spec, tile))
         or first(_of_clusters(spec, tile))
+        or first(_of_kept(spec, tile))
         or first(_of_memory(spec, tile, shared_limit))
     )
 
@@ -493,6 +503,12 @@ def _of_clusters(spec: KernelSpec, tile: HopperTile) -> Rules:
     yield tile.splits not in SPLITS, "k is split by 2 or 4"
     other = tile.pingpong or tile.groups > 3 or _shares(tile)
     yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles that share no loads"
+
+
+def _of_kept(spec: KernelSpec, tile: HopperTile) -> Rules:
+    yield tile.kept_k % block_k(spec), f"a stage has {block_k(spec)} of k"
+    yield tile.kept_k and tile.cluster > 1, "a block that keeps rhs loads it alone"
+    yield tile.kept_k and tile.group_rows > 1, "tiles are dealt along the columns where rhs is kept"
 
 
 def _of_memory(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> Rules:

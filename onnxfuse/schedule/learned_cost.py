@@ -136,7 +136,7 @@ def _of_tiles(kernels: Kernels, blocks: _Blocks, splits: NDArray[np.float64], sp
     clusters = kernels.of_tiles(lambda tile: getattr(tile, "cluster", 1))
     return {
         "block_m": np.log2(blocks.block_m), "block_n": np.log2(blocks.block_n * spec.parts),
-        "threads": np.log2(blocks.threads),
+        "threads": np.log2(blocks.threads), "keeps rhs": kernels.of_tiles(lambda tile: getattr(tile, "kept_k", 0) > 0),
         "ping-pong": kernels.of_tiles(lambda tile: getattr(tile, "pingpong", False)),
         "splits": np.log2(splits), "sharing": np.log2(np.maximum(clusters // splits, 1)),
         "rows of a box": kernels.of_tiles(lambda tile: getattr(tile, "lhs_rows", 0) / 16),

@@ -67,7 +67,7 @@ def make_plan(
     sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size, one_lhs, stored_k, bands, band)
     problems = [sizes.at(size) for size in sizes.sampled]
     deepest = problems[-1].k
-    fitting, rejected = _fitting(base, device, deepest)
+    fitting, rejected = _fitting(base, device, deepest, depth is not None)
     if not fitting and fusion.quantization is not None:
         raise _unread(fusion, device)
     if not fitting:
@@ -84,7 +84,7 @@ def make_plan(
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
         few = problems if sizes.known else [sizes.at(size) for size in FALLBACK]
-        others = _fitting(unguarded, device, deepest)[0]
+        others = _fitting(unguarded, device, deepest, depth is not None)[0]
         variants += _fastest(unguarded, _rank(unguarded, others, sizes, few, device), sizes)
     last = _variant(_checked(base), fitting[-1], 0, MAX_M, sizes.label)
     is_among_them = any((each.spec, each.tile) == (last.spec, last.tile) for each in variants)
@@ -415,9 +415,11 @@ def _checked(spec: KernelSpec) -> KernelSpec:
     return replace(spec, checked=max(widths) > 1)
 
 
-def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate], list[Rejected]]:
+def _fitting(base: KernelSpec, device: DeviceSpec, k: int, is_known: bool) -> tuple[list[Candidate], list[Rejected]]:
+    """The legal tiles, and the others, for a product of depth k, or of one that is typical where it is not known."""
     specs = {family: family.read_by(base.priced) for family in PRODUCTS}
     every = [entry for family in PRODUCTS for entry in family.candidates(specs[family], device, k)]
+    every = [entry for entry in every if is_known or not getattr(entry.tile, "kept_k", 0)]
     reasons = [kept_reason(entry.family, specs[entry.family], entry.tile, device) for entry in every]
     fitting = [entry for entry, reason in zip(every, reasons, strict=True) if reason is None]
     return fitting, [Rejected(entry.tile, reason) for entry, reason in zip(every, reasons, strict=True) if reason]

@@ -22,6 +22,7 @@ from tests.helpers.hopper_cases import (
     HopperCase,
     batch_runs_cases,
     cases,
+    kept_cases,
     masked_cases,
     served_cases,
     small_m_cases,
@@ -46,7 +47,7 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 SPLIT = list(split_cases())
 SMALL_M_CASES = list(small_m_cases())
 CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *batch_runs_cases(), *SPLIT, *SMALL_M_CASES]
-CASES += [*three_groups_cases(), *served_cases()]
+CASES += [*three_groups_cases(), *served_cases(), *kept_cases()]
 RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
@@ -64,6 +65,9 @@ LARGE_TILES = (
     (1, HopperTile(128, 160, False, splits=4)),
     (1, HopperTile(128, 128, True, groups=4, whole_slabs=True)),
     (2, HopperTile(192, 64, False, groups=3, whole_slabs=True)),
+    (1, HopperTile(128, 96, True, group_rows=1, kept_k=640)),
+    (2, HopperTile(128, 32, True, groups=4, group_rows=1, kept_k=640)),
+    (1, HopperTile(192, 80, False, groups=3, group_rows=1, kept_k=640)),
 )
 LARGE = [
     HopperCase(

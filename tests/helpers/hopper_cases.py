@@ -253,6 +253,29 @@ def served_cases() -> Iterator[HopperCase]:
                     yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
+def kept_cases() -> Iterator[HopperCase]:
+    """Rhs that stays: one row of tiles and many, fewer blocks than columns, other columns, batches of other weights."""
+    sizes = (
+        Size(700, 72, 320), Size(1, 8, 8), Size(1100, 136, 264, pad=8), Size(520, 328, 72, batch=2),
+        Size(330, 40, 136, batch=3, broadcast_rhs=False), Size(200, 648, 64),
+    )  # fmt: skip
+    shapes = ((128, 192, True, 2), (128, 160, True, 2), (128, 128, True, 4), (64, 160, True, 2), (128, 96, True, 2),
+              (192, 192, False, 3), (192, 96, False, 3))  # fmt: skip
+    turn = 0
+    for *shape, groups in shapes:
+        for parts in (1, 2):
+            for kind in ("plain", "residual"):
+                turn += 1
+                order, math = ("nk", "kn")[turn // 2 % 2], ("f16", "bf16", "tf32")[turn % 3]
+                spec = make_spec(math, parts, "nk" if math == "tf32" else order, PORTABLE, sizes[0], kind)
+                kept = 160 if math == "tf32" else 320
+                tile = replace(tile_of((*shape,), parts, (1, 1), turn % 4 == 0, groups), group_rows=1, kept_k=kept)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                    name = f"kept-{math}-{spec.rhs_order}-{parts}x-{tile}-{kind}-{turn}"
+                    own = tuple(size for size in sizes if size.k <= kept)
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, own)
+
+
 # Masks of every kind and width, in rows, down columns and in runs of heads.
 MASKED = (
     ("masks", "plain", (Size(130, 96, 128, batch=3), Size(504, 144, 248), Size(1, 16, 64, pad=16))),

@@ -27,6 +27,7 @@ from tests.helpers.hopper_cases import (
     batch_runs_cases,
     cases,
     copied_cases,
+    kept_cases,
     served_cases,
     small_m_cases,
     split_cases,
@@ -149,6 +150,7 @@ MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits
 SHARED = [next(case for case in cases() if getattr(case.tile, shared) == 2) for shared in ("cluster_m", "cluster_n")]
 SAMPLE = [*SHARED, *list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
 SAMPLE += [*list(three_groups_cases())[::6], *list(served_cases())[::3]]
+KEPT = list(kept_cases())
 PIECES = [case for case in three_groups_cases() if case.name.startswith("three-pieces")]
 
 
@@ -162,6 +164,24 @@ def test_kernels_of_copied_rows_begin_each_box_on_a_boundary(case: HopperCase, t
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: HopperCase, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
+def test_rhs_stays_until_columns_or_batches_change(case: HopperCase, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+def test_rhs_that_is_still_read_is_not_replaced(tmp_path: Path) -> None:
+    """Without the wait for its readers the columns of the next tile overwrite it."""
+
+    def hasty(case: HopperCase) -> str:
+        return _replaced(emit(case), "    if (KEEPS_RHS && brings_rhs && !is_first)", "    kept = tile;", "")
+
+    problem = make_problem(KEPT[0].spec, Size(330, 600, 64))
+    library = build(KEPT[0], tmp_path, hasty)
+    with pytest.raises(AssertionError):
+        problem.check(launch(library, KEPT[0], problem, 2, lazy=True))
 
 
 def test_blocks_share_columns_that_two_products_multiply(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from onnxfuse.device import ARCHITECTURES, CACHE_LINE
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.schedule.cost_model import saved_of_last_wave
+from onnxfuse.schedule.hopper import LONGEST_KEPT_ROW
 from onnxfuse.schedule.kernel_family import Candidate, Problem
 from onnxfuse.schedule.plan import replan
 from onnxfuse.schedule.variant import ProductPlan
@@ -56,8 +57,10 @@ KINDS = {
     "qkv": "drawn queries, keys and values alone",
     "residual": "drawn products with a residual alone",
     "narrow": "drawn problems of few columns and deep k, the worst beside cuBLAS",
+    "shallow": "drawn problems of many rows whose weight a block may keep, and the tiles that do",
     "padded": "drawn problems whose rows of k begin on no cache line, with zeros behind those of the weight",
 }
+FEWEST_OF_SHALLOW = 256  # rows, and up to four times as many as others have at most
 NARROW, DEEP = 2048, 4  # columns of all parts at most, and times as many elements of k at least
 ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made odd
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
@@ -82,6 +85,13 @@ class AtRows:
     def within(self, factor: float) -> list[str]:
         """The tiles that are estimated at no more than this times the best."""
         return [str(entry.tile) for us, entry in self.tiles if us <= factor * self.tiles[0][0]]
+
+    @property
+    def keep_rhs(self) -> list[str]:
+        """Those near the best that keep rhs, the best first."""
+        near = {*self.within(NEAR)}
+        names = [str(entry.tile) for _, entry in self.tiles if getattr(entry.tile, "kept_k", 0)]
+        return [name for name in names if name in near]
 
     @property
     def splits_last_wave(self) -> list[str]:
@@ -129,6 +139,8 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
     """The site with its weight as the kind has it; None where it is none of them."""
     if kind == "kn":
         return None if site.k % CHUNK or site.n % CHUNK else replace(site, order="kn")
+    if kind == "shallow" and site.k * site.element_bytes > LONGEST_KEPT_ROW:
+        return None
     if kind == "narrow" and (site.width > NARROW or site.k < DEEP * site.width):
         return None
     if kind in PARTS and site.kind != kind:
@@ -138,13 +150,14 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
     return replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
 
 
-def rows_of_site(site: Drawn) -> list[int]:
+def rows_of_site(site: Drawn, shallow: bool = False) -> list[int]:
     """The site's own rows and others, log-uniform, as many as are not too long a kernel."""
     rng = random.Random(str(site))
     most = min(MOST_ROWS, SHORTER * MOST_PRODUCTS / (site.k * site.width), MOST_ELEMENTS / max(site.k, site.width))
-    found = {site.m} if site.m <= most else set()
+    least, most = (FEWEST_OF_SHALLOW, 4 * most) if shallow else (1, most)
+    found = {site.m} if least <= site.m <= most else set()
     while len(found) < ROWS:
-        rows = round(math.exp(rng.uniform(0, math.log(most))))
+        rows = round(math.exp(rng.uniform(math.log(least), math.log(most))))
         found.add(rows | 1 if rng.random() < ODD else rows)
     return sorted(found)
 
@@ -158,16 +171,21 @@ def at_rows(site: Drawn, rows: int, padded: bool) -> AtRows | None:
     return AtRows(drawn, *found, tiles)
 
 
-def prepare(site: Drawn, folder: Path, padded: bool, of_last_waves: bool) -> list[tuple[Drawn, Planned]]:
+def prepare(
+    site: Drawn, folder: Path, padded: bool, of_last_waves: bool, shallow: bool = False
+) -> list[tuple[Drawn, Planned]]:
     """What to time of a site, compiled into a folder: work for a process that sees no GPU."""
     rng = random.Random(str(site))
-    known = [each for rows in rows_of_site(site) if (each := at_rows(site, rows, padded)) is not None]
+    known = [each for rows in rows_of_site(site, shallow) if (each := at_rows(site, rows, padded)) is not None]
     if of_last_waves:
         known = [each for each in known if each.splits_last_wave]
+    if shallow:
+        known = [each for each in known if each.keep_rhs]
     names: set[str] = set()
     for each in known:
         names.update(each.within(NEAR)[:NEAREST])
         names.update(each.splits_last_wave[:LASTS] if of_last_waves else ())
+        names.update(each.keep_rhs[:NEAREST] if shallow else ())
         names.update(rng.sample(far := each.within(FAR)[NEAREST:], min(1, len(far))))
     found = [(each.drawn, each.of(names)) for each in known]
     for _, tiles in found:
@@ -176,7 +194,12 @@ def prepare(site: Drawn, folder: Path, padded: bool, of_last_waves: bool) -> lis
 
 
 def prepared(
-    source: Iterator[Drawn], folder: Path, seconds: float, padded: bool = False, of_last_waves: bool = False
+    source: Iterator[Drawn],
+    folder: Path,
+    seconds: float,
+    padded: bool = False,
+    of_last_waves: bool = False,
+    shallow: bool = False,
 ) -> Iterator[tuple[Drawn, Planned]]:
     """What to time, site by site as they get ready, for so long."""
     end = time.monotonic() + seconds
@@ -184,7 +207,8 @@ def prepared(
         waiting: set[Future[list[tuple[Drawn, Planned]]]] = set()
         while time.monotonic() < end:
             waiting |= {
-                pool.submit(prepare, next(source), folder, padded, of_last_waves) for _ in range(WAITING - len(waiting))
+                pool.submit(prepare, next(source), folder, padded, of_last_waves, shallow)
+                for _ in range(WAITING - len(waiting))
             }
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in ready:
@@ -209,7 +233,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     padded = options.kind == "padded"
     source = sites(options.seeds, options.kind)
-    for drawn, tiles in prepared(source, options.cubins, options.seconds, padded, options.last_wave):
+    shallow = options.kind == "shallow"
+    for drawn, tiles in prepared(source, options.cubins, options.seconds, padded, options.last_wave, shallow):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
         rows.append({"drawn": astuple(drawn), "us": us, **({"padded": True} if padded else {})})

@@ -38,8 +38,9 @@ def test_a_block_that_starts_early_loads_no_more_than_pays(k: int, n: int, parts
     assert found
     for _, tile, depth in found:
         splits = getattr(tile, "splits") * getattr(tile, "last_wave_splits", 1)  # noqa: B009, blocks to a tile
-        of_k = (tile.block_m + spec.parts * tile.block_n) * spec.dtype.bytes / splits
-        assert most - splits * STAGE_ROW_BYTES / spec.dtype.bytes * of_k < depth * of_k <= most
+        rhs, kept = spec.parts * tile.block_n * spec.dtype.bytes, getattr(tile, "kept_k", 0)
+        of_k = (tile.block_m * spec.dtype.bytes + (0 if kept else rhs)) / splits
+        assert most - splits * STAGE_ROW_BYTES / spec.dtype.bytes * of_k < depth * of_k + kept * rhs <= most
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "ptx"])

@@ -8,14 +8,19 @@ namespace onnxfuse {
 
 // ---- producer
 
-// Until no other block of the cluster arrives at this one's barriers or reads its sums any more: a block that has ended
-// has no shared memory. One thread waits, where a barrier of the cluster would hold up all of them and cost a fence.
-__device__ __forceinline__ void await_cluster(unsigned shared, RingPosition ring, int sums_parity) {
+// Until all that was loaded has been read.
+__device__ __forceinline__ void await_readers(unsigned shared, RingPosition ring) {
 #pragma unroll 1
-  for (int stage = 0; SHARING > 1 && stage < STAGES; ++stage) {
+  for (int stage = 0; stage < STAGES; ++stage) {
     barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
     ring.next();
   }
+}
+
+// Until no other block of the cluster arrives at this one's barriers or reads its sums any more: a block that has ended
+// has no shared memory. One thread waits, where a barrier of the cluster would hold up all of them and cost a fence.
+__device__ __forceinline__ void await_cluster(unsigned shared, const RingPosition& ring, int sums_parity) {
+  if constexpr (SHARING > 1) await_readers(shared, ring);
   if constexpr (SENDS_OFTEN) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
 }
 
@@ -24,14 +29,19 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   const TileScheduler scheduler(args);
   const int of_whole = steps_of(args, 1), of_split = steps_of(args, SPLITS);
   RingPosition ring;
+  OutTile kept = tile;
   int sums_parity = 0;
   for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
     if (number != scheduler.first) tile = scheduler.at(number, rank);
     const int steps = scheduler.is_split(number) ? of_split : of_whole;
     const int first_step = scheduler.is_split(number) ? rank * steps : 0;
     const int filled = min(steps, STAGES) - 1;
-    const int bytes = stage_bytes(args, tile);
-    if (SENDS_OFTEN && number != scheduler.first) {
+    const bool is_first = number == scheduler.first;
+    const bool brings_rhs = !KEEPS_RHS || is_first || tile.column != kept.column || tile.batch != kept.batch;
+    if (KEEPS_RHS && brings_rhs && !is_first) await_readers(shared, ring);
+    kept = tile;
+    const int bytes = stage_bytes(args, tile, brings_rhs);
+    if (SENDS_OFTEN && !is_first) {
       barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
       sums_parity ^= 1;
     }
@@ -40,8 +50,9 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
       barrier_arrive_expect(full, bytes);
-      load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
-      if (HAS_SLABS && step == filled && number == scheduler.first) barrier_arrive(shared + SLABS_START_OFFSET);
+      load_stage(shared, shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank,
+                 brings_rhs);
+      if (HAS_SLABS && step == filled && is_first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
     }
   }

@@ -11,7 +11,8 @@ constexpr int LHS_BOXES = BLOCK_M / CLUSTER_N / LHS_BOX_ROWS;  // where k is con
 constexpr bool PREPARES = false;  // TMA brings all of a stage
 __device__ __forceinline__ void prepare(const OnnxfuseArguments&, unsigned, int) {}
 
-static_assert(STAGE_BYTES == LHS_BYTES + RHS_BYTES && BLOCK_K * sizeof(Element) == ROW_BYTES, "footprint and kernel agree");
+static_assert(STAGE_BYTES == LHS_BYTES + (KEEPS_RHS ? 0 : RHS_BYTES), "footprint and kernel agree");
+static_assert(KEPT_BYTES % RHS_BYTES == 0 && BLOCK_K * sizeof(Element) == ROW_BYTES, "footprint and kernel agree");
 static_assert(LHS_BOXES == 1 || (SHARING == 1 && LHS_K_CONTIGUOUS && BLOCK_M % LHS_BOX_ROWS == 0), "boxes of rows");
 static_assert(SHARING == 1 || !(LHS_OUTER_BATCH || RHS_OUTER_BATCH), "boxes that blocks share have rank 3");
 static_assert(!(LHS_OUTER_BATCH && LHS_OUTER_COLUMNS), "the map's batches are runs of k or of batches");
@@ -29,40 +30,46 @@ struct Piece {
   static constexpr int PART_COLUMNS = COLUMNS;
   static constexpr int ALL_COLUMNS = PARTS * COLUMNS;
   static constexpr int FIRST_ACCUMULATOR = PARTS * FIRST / 2;
-  static constexpr int OFFSET = LHS_BYTES + PARTS * FIRST * ROW_BYTES;  // in a stage
+  static constexpr int OFFSET = PARTS * FIRST * ROW_BYTES;  // in a step's rhs
   static constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? COLUMNS : ATOM;
   static constexpr int BOX_ROW_BYTES = RHS_K_CONTIGUOUS ? ROW_BYTES : ATOM_BYTES;
   static constexpr int BOX_ROWS = (RHS_K_CONTIGUOUS ? COLUMNS : BLOCK_K) / CLUSTER_M;
   static constexpr int FIRST_MAP = FIRST > 0 ? PARTS : 0;
 
   static __device__ __forceinline__ void multiply_step(float (&acc)[ACCUMULATORS], unsigned long long lhs,
-                                                       unsigned stage, int step, int accumulate) {
-    const unsigned long long rhs = DESCRIPTOR | descriptor_address(stage + OFFSET);
-    multiply<FIRST_ACCUMULATOR, ALL_COLUMNS>(acc, lhs, rhs + step * STEP, accumulate);
+                                                       unsigned rhs, int step, int accumulate) {
+    const unsigned long long columns = DESCRIPTOR | descriptor_address(rhs + OFFSET);
+    multiply<FIRST_ACCUMULATOR, ALL_COLUMNS>(acc, lhs, columns + step * STEP, accumulate);
   }
 };
 using MainPiece = Piece<0, RHS_COLUMNS, RHS_ATOM>;
 using RestPiece = Piece<RHS_COLUMNS, BLOCK_N - RHS_COLUMNS, REST_ATOM>;
 
-// Bytes of a stage of one tile. What a box of lhs that stays away leaves in the ring meets only rows that nobody
-// stores.
-__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments& args, const OutTile& tile) {
-  if constexpr (LHS_BOXES == 1) return STAGE_BYTES;
+// Where rhs of a step lies: behind lhs in its stage, or where it stays.
+__device__ __forceinline__ unsigned rhs_of(unsigned shared, unsigned stage, int step) {
+  return KEEPS_RHS ? shared + KEPT_OFFSET + step * RHS_BYTES : stage + LHS_BYTES;
+}
+
+// Bytes that come for a stage of one tile. What a box of lhs that stays away leaves in the ring meets only rows that
+// nobody stores.
+__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments& args, const OutTile& tile, bool brings_rhs) {
+  const int all = LHS_BYTES + (brings_rhs ? RHS_BYTES : 0);
+  if constexpr (LHS_BOXES == 1) return all;
   const int boxes = min((args.m - tile.row - 1) / LHS_BOX_ROWS + 1, LHS_BOXES);
-  return STAGE_BYTES - (LHS_BOXES - boxes) * LHS_BOX_ROWS * ROW_BYTES;
+  return all - (LHS_BOXES - boxes) * LHS_BOX_ROWS * ROW_BYTES;
 }
 
 // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of a
 // cluster that shares rhs loads its half of the rows in shared memory.
 template <typename Columns>
-__device__ __forceinline__ void load_piece(unsigned stage, unsigned full, const OnnxfuseArguments& args,
+__device__ __forceinline__ void load_piece(unsigned rhs, unsigned full, const OnnxfuseArguments& args,
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
   const int row = CLUSTER_M > 1 ? rank * Columns::BOX_ROWS : 0;
 #pragma unroll
   for (int first = 0; first < Columns::ALL_COLUMNS; first += Columns::BOX_COLUMNS) {
     const int part = first / Columns::PART_COLUMNS;
     const int column = tile.column + Columns::FIRST_COLUMN + first % Columns::PART_COLUMNS;
-    const unsigned target = stage + Columns::OFFSET + first * ROW_BYTES + row * Columns::BOX_ROW_BYTES;
+    const unsigned target = rhs + Columns::OFFSET + first * ROW_BYTES + row * Columns::BOX_ROW_BYTES;
     const int x = RHS_K_CONTIGUOUS ? k : column;
     const int y = (RHS_K_CONTIGUOUS ? column : k) + row;
     const TensorMap& map = maps.rhs[Columns::FIRST_MAP + part];
@@ -71,8 +78,9 @@ __device__ __forceinline__ void load_piece(unsigned stage, unsigned full, const 
   }
 }
 
-__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
-                                           const Maps& maps, const OutTile& tile, int k, int rank) {
+__device__ __forceinline__ void load_stage(unsigned shared, unsigned stage, unsigned full,
+                                           const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int k,
+                                           int rank, bool brings_rhs) {
   constexpr int LHS_ROWS = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_ROWS : 0;
   const unsigned short blocks = ClusterPlace(rank).with_rows();
@@ -98,8 +106,10 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
       load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, x, lhs_column, place, blocks);
     }
   }
-  load_piece<MainPiece>(stage, full, args, maps, tile, k, rank);
-  if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(stage, full, args, maps, tile, k, rank);
+  if (!brings_rhs) return;
+  const unsigned rhs = rhs_of(shared, stage, k / BLOCK_K);
+  load_piece<MainPiece>(rhs, full, args, maps, tile, k, rank);
+  if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(rhs, full, args, maps, tile, k, rank);
 }
 
 // acc = lhs * rhs over all of the block's k.
@@ -108,6 +118,7 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
                                               const Work& work) {
   multiply_stages(ring, shared, work.steps, [&](unsigned stage, int step) {
     const unsigned long long lhs = LHS_DESCRIPTOR | descriptor_address(stage + first_row * ROW_BYTES);
+    const unsigned rhs = rhs_of(shared, stage, step);
     multiply_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_K / STEP_K; ++i) {
@@ -115,8 +126,8 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
       for (int subtile = 0; subtile < SUBTILES; ++subtile) {
         const unsigned long long rows = lhs + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16;
         const int accumulate = step + i > 0;
-        MainPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, accumulate);
-        if constexpr (RHS_PIECES > 1) RestPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, accumulate);
+        MainPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, rhs, i, accumulate);
+        if constexpr (RHS_PIECES > 1) RestPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, rhs, i, accumulate);
       }
     }
   });

@@ -31,6 +31,9 @@
 //                    by the blocks of a cluster, as above, where there is a cluster for each such tile
 //                      block 0   [tile 0] [tile 4] [tile 8, first half of k ]
 //                      block 1   [tile 1] [tile 5] [tile 8, second half of k]     2 and 3 likewise, tile 9
+//   kept rhs         where all k of a block's columns fits: it comes with the stages of the block's first tile and stays
+//                    behind the ring, whose stages hold lhs alone; the block's other tiles lie below
+//                      [lhs 0][lhs 1] ... [lhs STAGES-1]   [rhs of step 0][rhs of step 1] ... [rhs of the last step]
 //   shared k         K_GROUPS times as many consumer groups, where a warp's waits are what takes time: those with the same
 //                    rows have every K_GROUPS-th stage each, and the first of them gets the sums of all
 //                      group 0   [stage 0] [stage 2] ..  adds, epilogue

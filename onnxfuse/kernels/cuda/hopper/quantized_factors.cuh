@@ -61,10 +61,10 @@ static_assert(SHARING == 1 && (K_GROUPS == 1 || !APART), "blocks share no loads,
 
 // ---- producer
 
-__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&) { return SCALES_OFFSET; }
+__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&, bool) { return SCALES_OFFSET; }
 
-__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
-                                           const Maps& maps, const OutTile& tile, int k, int) {
+__device__ __forceinline__ void load_stage(unsigned, unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                           const Maps& maps, const OutTile& tile, int k, int, bool) {
   const BatchPlace place(args.lhs, args.lhs_outer, tile.batch, false);
 #pragma unroll
   for (int atom = 0; atom < BLOCK_K / ATOM_K; ++atom) {

@@ -31,7 +31,11 @@ constexpr int CONSUMER_REGISTERS = ALL_GROUPS == 2 ? 232 : 160;
 // parts of half of them.
 constexpr int TILE_COLUMNS = APART ? 2 * BLOCK_N : BLOCK_N;
 
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+// All of rhs that the tiles of a block have in common may stay in shared memory behind the stages, which then hold lhs
+// alone. Tile numbers go along the columns, and a block's tiles are a multiple of them apart.
+constexpr bool KEEPS_RHS = KEPT_BYTES > 0;
+constexpr int KEPT_OFFSET = STAGES * STAGE_BYTES;
+constexpr int RING_BYTES = KEPT_OFFSET + KEPT_BYTES;
 constexpr int FULL_OFFSET = VECTORS_OFFSET + VECTOR_BUFFERS * VECTORS_BYTES;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int VECTORS_FULL_OFFSET = EMPTY_OFFSET + STAGES * 8;
@@ -71,6 +75,7 @@ static_assert(K_GROUPS == 1 || (STAGES % K_GROUPS == 0 && STAGES >= 2 * K_GROUPS
 static_assert(VECTORS_OFFSET == RING_BYTES + SUMS_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == (APART ? BLOCK_M : BLOCK_M / TEAM_GROUPS), "footprint and kernel agree");
 static_assert(!APART || (PARTS == 2 && CONSUMERS == 2 && TEAMS == 1 && SPLITS == 1), "a group for each part");
+static_assert(!KEEPS_RHS || (CLUSTER == 1 && GROUP_ROWS == 1), "a block loads its rhs, and keeps it from tile to tile");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
 
 // ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
@@ -151,6 +156,10 @@ struct TileScheduler {
     first = blockIdx.x / TOGETHER;
     last_row = LAST_ROWS_FULL ? max(rows_of(args) - BLOCK_M, 0) : rows_of(args);
     last_column = LAST_COLUMNS_FULL ? max(columns_of(args) - TILE_COLUMNS, 0) : columns_of(args);
+    if constexpr (KEEPS_RHS) {  // a block behind the last whole row of tiles has none; where a row has more, all have some
+      clusters -= clusters < tiles_n ? 0 : clusters % tiles_n;
+      if (first >= clusters) first = tiles;
+    }
     whole = LAST_WAVE_SPLIT ? tiles / clusters * clusters : 0;
     const int rest = (tiles - whole) * SPLITS;
     const bool splits = args.batch == 1 && whole % tiles_n == 0 && rest <= clusters;

@@ -18,15 +18,15 @@ constexpr int PART_BYTES = BLOCK_M * ROW_BYTES;
 constexpr bool PREPARES = false;  // TMA brings all of a stage
 __device__ __forceinline__ void prepare(const OnnxfuseArguments&, unsigned, int) {}
 
-static_assert(SWAPPED && !APART, "the weight is the M side, its parts one above the other");
+static_assert(SWAPPED && !APART && !KEEPS_RHS, "the weight is the M side, its parts one above the other");
 static_assert(STAGE_BYTES == ACTIVATION_BYTES + PARTS * PART_BYTES, "footprint and kernel agree");
 static_assert(BLOCK_K * sizeof(Element) == ROW_BYTES, "a stage has one swizzled row of each operand's k");
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
-__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&) { return STAGE_BYTES; }
+__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&, bool) { return STAGE_BYTES; }
 
-__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
-                                           const Maps& maps, const OutTile& tile, int k, int rank) {
+__device__ __forceinline__ void load_stage(unsigned, unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                           const Maps& maps, const OutTile& tile, int k, int rank, bool) {
   const ClusterPlace own(rank);
   const BatchPlace activations(args.lhs, args.lhs_outer, tile.batch, false);
   const int first = own.down * (BLOCK_N / CLUSTER_M);
