@@ -24,7 +24,7 @@ from onnxfuse.schedule.kernel_family import Amount, Candidate
 # Elements of a weight at least, and kernels of such a site for one architecture at most. Beside a large weight the
 # machine code of more kernels is nothing, and the more tiles its columns are, the more one that fits m gains:
 # docs/kernel-notes.md.
-MOST_KERNELS = ((2**24, 24), (2**22, 12), (0, 10))
+MOST_KERNELS = ((2**24, 24), (2**20, 12), (0, 10))
 MOST_OF_QUANTIZED = 16  # two kernels of few rows, and those that split k, fit few numbers of rows each
 SAME = 0.01  # a kernel is not changed for less
 LARGEST = 16384  # the last range has no end: what is best there is best behind it

@@ -78,7 +78,12 @@ def test_the_figures_are_those_of_the_committed_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "models"), [("h200-strangers", "models that nobody"), ("h200-convolutions", "networks of convolutions")]
+    ("name", "models"),
+    [
+        ("h200-strangers", "models that nobody"),
+        ("h200-strangers-30", "more, timed"),
+        ("h200-convolutions", "networks of convolutions"),
+    ],
 )
 def test_the_figures_of_strangers_are_those_of_the_committed_results(name: str, models: str) -> None:
     rows = json.loads((PACKAGE.parent / "results" / f"{name}.json").read_text())["rows"]
