@@ -187,7 +187,7 @@ class Hopper(ProductFamily):
         together = joined(tile, busy, cost_model.moving(spec, problem, device), problem, known)
         exchanging = exchange_time(tile, spec, problem, device)
         sharing = known.hopper_cluster * (tile.cluster > tile.splits)
-        too_many = too_many | too_many_columns(tile, problem, device)
+        too_many = too_many | is_kept_in_vain(tile, problem, device)
         return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging + sharing)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
@@ -231,9 +231,10 @@ def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> t
     return np.maximum(np.ceil(blocks / at_once), 1), too_many
 
 
-def too_many_columns(tile: HopperTile, problem: Problem, device: DeviceSpec) -> Amount:
-    """Whether blocks would keep rhs of other columns tile after tile, and load it anew for each."""
-    return (tile.kept_k > 0) & (np.ceil(problem.n / tile.block_n) > device.multiprocessors)
+def is_kept_in_vain(tile: HopperTile, problem: Problem, device: DeviceSpec) -> Amount:
+    """Whether a block's next tile is of other columns, or of a batch with an rhs of its own, or may be."""
+    columns = np.ceil(problem.n / tile.block_n)
+    return (tile.kept_k > 0) & ((columns > device.multiprocessors) | (problem.batch > 1) | problem.guessed)
 
 
 def waves_of_rows(tile: HopperTile, problem: Problem, device: DeviceSpec) -> Amount:
