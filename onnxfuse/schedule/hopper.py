@@ -239,9 +239,9 @@ def is_kept_in_vain(tile: HopperTile, problem: Problem, device: DeviceSpec) -> A
 
 def waves_of_rows(tile: HopperTile, problem: Problem, device: DeviceSpec) -> Amount:
     """Tiles one after the other where each block has those of the same columns: as many blocks for all columns."""
-    columns = np.ceil(problem.n / tile.block_n)
+    columns = np.maximum(np.ceil(problem.n / tile.block_n), 1)
     blocks = np.maximum(device.multiprocessors // columns, 1)
-    return np.ceil(problem.batch * np.ceil(problem.m / tile.block_m) / blocks)
+    return np.maximum(np.ceil(problem.batch * np.ceil(problem.m / tile.block_m) / blocks), 1)
 
 
 def blocks_of(tile: RingTile, problem: Problem) -> Amount:

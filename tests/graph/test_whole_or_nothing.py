@@ -48,6 +48,7 @@ def arguments(source: Path, target: Path) -> list[str]:
     return ["optimize", str(source), "-o", str(target), "--arch", "sm_80", "--quiet"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_an_interrupted_run_leaves_nothing_or_what_the_next_one_removes(tmp_path: Path, number: signal.Signals) -> None:
     source, target = hub_cache(tmp_path), tmp_path / "out.onnx"

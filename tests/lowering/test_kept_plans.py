@@ -74,6 +74,7 @@ def built(name: str) -> ModelProto:
     return onnx.load(corpus.folder() / name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "fp32"), CASES)
 def test_what_is_kept_is_what_would_be_made_anew(name: str, fp32: Fp32, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each site, under its own names."""

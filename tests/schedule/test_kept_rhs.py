@@ -67,6 +67,11 @@ def test_a_block_computes_as_many_tiles_as_are_counted() -> None:
         assert waves_of_rows(TILE, Problem(m, n, 320), DEVICE) == max(map(len, tiles))
 
 
+@pytest.mark.parametrize("problem", [Problem(0, 1280, 320), Problem(8192, 0, 320), Problem(8192, 1280, 320, batch=0)])
+def test_of_nothing_a_block_is_taken_to_compute_a_tile(problem: Problem) -> None:
+    assert waves_of_rows(TILE, problem, DEVICE) >= 1
+
+
 def test_rhs_is_kept_in_vain_where_the_next_tile_has_another() -> None:
     problem = Problem(8192, 1280, 320)
     widest = DEVICE.multiprocessors * TILE.block_n

@@ -478,6 +478,7 @@ def test_an_attention_whose_own_nodes_are_faster_is_left_alone() -> None:
     assert [(entry.reason, "measured on sm_90a" in entry.detail) for entry in analysis.skipped] == [("slower", True)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["masked_and_guarded", "grouped", "merged_batch"])
 def test_what_an_attention_is_measured_beside_is_the_model(form: str) -> None:
     """Keys that only the run knows are as many as queries."""
