@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from onnxfuse.ir.fusion import Step
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.runtime.compile import compile_source
+from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_tile import (
     ATOM,
     GROUP_WARPS,
@@ -29,6 +31,7 @@ from tests.helpers.hopper_cases import (
     HopperCase,
     batch_runs_cases,
     cases,
+    kept_cases,
     masked_cases,
     served_cases,
     small_m_cases,
@@ -39,6 +42,7 @@ from tests.helpers.hopper_cases import (
 )
 from tests.helpers.kernel_problem import Size, make_spec
 from tests.helpers.thinning import Taken
+from tests.perf.calibrate import planned_spec
 
 SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
 CASES = list(cases())
@@ -50,6 +54,7 @@ SMALL_M_CASES = list(small_m_cases())
 BATCH_RUNS = list(batch_runs_cases())
 THREE_GROUPS = list(three_groups_cases())
 SERVED = list(served_cases())
+KEPT = list(kept_cases())
 SAMPLE = [
     *CASES[:: max(len(CASES) // 16, 1)],
     *WALKED[::8],
@@ -60,12 +65,26 @@ SAMPLE = [
     *BATCH_RUNS[::3],
     *THREE_GROUPS[::3],
     *SERVED[::2],
+    *KEPT[::2],
 ]
 ALIGNED = Size(504, 136, 248)
 
 
 def test_sample_needs_no_local_memory_and_stays_asynchronous(taken: Taken) -> None:
-    sample = taken(SAMPLE, 24)
+    check_code(taken(SAMPLE, 24))
+
+
+def test_tiles_that_keep_rhs_need_no_local_memory(taken: Taken) -> None:
+    """Those that plans take, of one part and two."""
+    specs = [planned_spec(320, 1280, parts, order, "bias", "f16", DEVICE) for parts in (1, 2) for order in ("nk", "kn")]
+    tiles = [(spec, entry.tile) for spec in specs for entry in HOPPER.candidates(spec, DEVICE, 320)]
+    legal = [(spec, tile) for spec, tile in tiles if tile.kept_k and why_not(spec, tile, DEVICE.shared_bytes) is None]
+    assert len(legal) > 12
+    check_code([HopperCase(f"{spec.parts}x-{tile}", spec, tile, ()) for spec, tile in taken(legal, 6)])
+
+
+def check_code(sample: Sequence[HopperCase]) -> None:
+    """No registers are spilled, and no wgmma waits for another."""
 
     def compiled(case: HopperCase):
         return compile_source(emit(case.spec, case.tile, DEVICE.shared_bytes), DEVICE)
@@ -79,7 +98,7 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous(taken: Taken) -> No
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS, *THREE_GROUPS, *SERVED],
+    [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS, *THREE_GROUPS, *SERVED, *KEPT],
     ids=lambda case: case.name,
 )
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
@@ -90,9 +109,10 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     assert layout.sums * shared_by == case.tile.block_m * case.tile.block_n * case.spec.parts * F32.bytes * (
         shared_by - 1
     )
-    assert (layout.stages * layout.stage + layout.sums) % 1024 == 0, (
-        "boxes behind it begin on a period of their swizzle"
-    )
+    columns = case.spec.parts * case.tile.block_n
+    assert layout.kept == case.tile.kept_k * case.spec.dtype.bytes * columns
+    boxes_begin = layout.stages * layout.stage, layout.stages * layout.stage + layout.kept + layout.sums
+    assert not any(begin % 1024 for begin in boxes_begin), "boxes begin on a period of their swizzle"
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
     pieces = rhs_pieces(case.spec, case.tile)
     rhs, outs = rhs[: case.spec.parts * len(pieces)], rhs[case.spec.parts * len(pieces) :]
