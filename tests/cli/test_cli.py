@@ -120,6 +120,7 @@ def test_an_existing_output_is_kept_without_force(gate: Path, tmp_path: Path) ->
     assert onnxfuse("optimize", gate, "-o", gate, "--arch", "sm_80", "--force").returncode == 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -316,6 +317,7 @@ def test_weights_that_are_not_there_are_said_before_work_begins(gate: Path, tmp_
     assert onnxfuse("explain", source).returncode == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arguments", [("explain", "GATE"), ("explain", "GATE", "--json"), ("library",)])
 def test_a_closed_standard_output_is_said(gate: Path, arguments: tuple[str, ...]) -> None:
     words = [str(gate) if word == "GATE" else word for word in arguments]

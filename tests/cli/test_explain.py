@@ -72,6 +72,7 @@ def test_one_product_is_shown_in_full_by_its_name_a_nodes_or_a_glob(deep: Path) 
     assert (both.returncode, len(both.stderr.splitlines())) == (2, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_the_runner_up_is_the_nearest_of_the_tiles_that_are_not_taken(path: Path) -> None:
     for site in analyse_model(path, resolve("sm_80,sm_90a", list)).sites:

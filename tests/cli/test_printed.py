@@ -73,6 +73,7 @@ FORMS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_command_prints_it(name: str, tmp_path: Path) -> None:
     (shape, form), b = FORMS[name], Builder()

@@ -83,7 +83,7 @@ def run(project: Path, text: str) -> None:
         assert result.returncode == 0, f"failed: {line}\n{result.stdout[-4000:]}{result.stderr[-2000:]}"
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guide_does_what_it_says(guide: str, project: Path) -> None:
     steps = listings(guide)
@@ -92,7 +92,7 @@ def test_a_guide_does_what_it_says(guide: str, project: Path) -> None:
         apply(project, language, text)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_proof_of_a_guide_needs_its_changes(guide: str, project: Path) -> None:
     """Its new tests alone, without what it changes, fail."""

@@ -55,7 +55,7 @@ def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     assert not sweep.sweep_model(corpus.folder() / key, None).faults
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("real/")])
 def test_every_attention_fuses_or_says_why(key: str) -> None:
     """Those of the tiny ones are counted where their bits are compared."""

@@ -66,7 +66,7 @@ def feed(dtype: int = FLOAT) -> dict[str, np.ndarray]:
     return {"x": draw(5, K, seed=1).astype(helper.tensor_dtype_to_np_dtype(dtype))}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
 @pytest.mark.parametrize(("element", "turned", "zero_points"), CASES, ids=lambda value: NAMES.get(value, str(value)))
 def test_the_same_bits_and_no_byte_more(element: int, turned: bool, zero_points: bool, dtype: int) -> None:

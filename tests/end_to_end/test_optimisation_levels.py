@@ -49,7 +49,7 @@ def distance(left: list[np.ndarray], right: list[np.ndarray]) -> float:
     return max(float(np.max(np.abs(x - y), initial=0) / np.max(np.abs(x), initial=1e-30)) for x, y in pairs)
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(40)
 @pytest.mark.parametrize("key", TINY)
 def test_the_corpus_keeps_its_bits_at_every_level(key: str) -> None:
     model, feed = corpus.materialize(key), corpus.feed(key, 0)

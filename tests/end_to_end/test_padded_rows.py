@@ -63,6 +63,7 @@ def test_rows_end_on_the_largest_boundary_that_is_near(element_bytes: int) -> No
         assert whole == (near[grades.index(max(grades))] if near else size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
 @pytest.mark.parametrize("build", WAYS)

@@ -352,7 +352,7 @@ def test_exponentials_run_beside_the_second_product(head: int, groups: int, diag
     assert "BRA.U.ANY" not in listing, "one lane loads, and ptxas knows it"
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("diagonal", [None, WINDOW], ids=str)
 @pytest.mark.parametrize("head", [40, 64, 96, 128, 256])
 def test_every_tile_of_fp32_has_its_registers(head: int, diagonal: Diagonal | None) -> None:

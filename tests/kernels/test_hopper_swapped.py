@@ -33,7 +33,7 @@ def legal(spec: KernelSpec) -> list[SwappedTile]:
     return [tile for tile in tiles if HOPPER_SWAPPED.why_not(spec, tile, DEVICE) is None]
 
 
-@pytest.mark.one_in(72)
+@pytest.mark.one_in(144)
 @pytest.mark.parametrize("case", list(swapped_cases()), ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: SwappedCase, tmp_path: Path) -> None:
     check(case, tmp_path)

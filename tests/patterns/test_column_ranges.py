@@ -173,7 +173,7 @@ def test_every_range_means_what_it_meant(form) -> None:
         check_meaning(model, fusion, feed_of(model))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("form", "dtype"), each_with_one(FORMS, [FLOAT, FLOAT16]), ids=case_id)
 def test_nothing_is_left_of_the_product_and_bits_are_the_same(form, dtype: int) -> None:
     model = built(form, dtype)
@@ -319,7 +319,7 @@ def attended_feed(dtype: int) -> dict[str, np.ndarray]:
     return {name: draw(*shape, seed=3).astype(Builder(dtype).numpy) for name, shape in shapes.items()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("parts", [split, sliced])
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
 @pytest.mark.parametrize("left_out", [None, "MatMul_0/0", "MatMul_0/128"])

@@ -13,6 +13,7 @@ from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.tools.sweep import difference, rewritten
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("epilogue_only", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
 @pytest.mark.parametrize("graph", MODELS)

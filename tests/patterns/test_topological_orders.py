@@ -79,6 +79,7 @@ def is_in_order(model: onnx.ModelProto) -> bool:
     return True
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("angles", [given, of_positions])
 def test_every_order_has_the_same_sites(angles: Angles) -> None:
     model = grouped_queries(Builder(FLOAT16), angles)

@@ -241,6 +241,7 @@ def test_source_arch_and_version_make_the_key(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("error", [CompileError("refused"), KeyboardInterrupt()])
 @pytest.mark.parametrize("refused", [1, 3])
 def test_what_has_not_begun_is_not_compiled_behind_an_error(

@@ -57,6 +57,7 @@ def test_each_site_computes_what_the_check_expects(kind: str, order: str, batch:
         np.testing.assert_allclose(actual.reshape(problem.m, problem.n), each, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("element", [FLOAT16, BFLOAT16, FLOAT])
 def test_every_kind_has_tiles_to_time(element: int) -> None:
     problems = [drawn.Drawn(kind, 300, 512, 256, "kn", element, True, 0) for kind in drawn.PARTS]
