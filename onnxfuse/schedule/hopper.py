@@ -75,14 +75,10 @@ SHARED_LHS = (
 )
 LONGEST_KEPT_ROW = 1024  # bytes of k of what blocks keep of rhs: of 61 problems with longer rows one gained
 KEEPING = (
-    HopperTile(128, 192, pingpong=True),
-    HopperTile(128, 160, pingpong=True),
+    *(HopperTile(128, width, pingpong=True) for width in (192, 160, 128, 96)),
     HopperTile(128, 128, pingpong=True, groups=4),
-    HopperTile(128, 128, pingpong=True),
-    HopperTile(128, 96, pingpong=True),
     HopperTile(64, 160, pingpong=True),
-    HopperTile(192, 128, pingpong=False, groups=3),
-    HopperTile(192, 96, pingpong=False, groups=3),
+    *(HopperTile(192, width, pingpong=False, groups=3) for width in (128, 96)),
 )
 NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid

@@ -150,11 +150,11 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
     return replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
 
 
-def rows_of_site(site: Drawn, shallow: bool = False) -> list[int]:
+def rows_of_site(site: Drawn, kind: str = "") -> list[int]:
     """The site's own rows and others, log-uniform, as many as are not too long a kernel."""
     rng = random.Random(str(site))
     most = min(MOST_ROWS, SHORTER * MOST_PRODUCTS / (site.k * site.width), MOST_ELEMENTS / max(site.k, site.width))
-    least, most = (FEWEST_OF_SHALLOW, 4 * most) if shallow else (1, most)
+    least, most = (FEWEST_OF_SHALLOW, 4 * most) if kind == "shallow" else (1, most)
     found = {site.m} if least <= site.m <= most else set()
     while len(found) < ROWS:
         rows = round(math.exp(rng.uniform(math.log(least), math.log(most))))
@@ -162,30 +162,28 @@ def rows_of_site(site: Drawn, shallow: bool = False) -> list[int]:
     return sorted(found)
 
 
-def at_rows(site: Drawn, rows: int, padded: bool) -> AtRows | None:
+def at_rows(site: Drawn, rows: int, kind: str) -> AtRows | None:
     drawn = replace(site, m=rows, batch=0, dynamic=False)
-    found = (plan_padded if padded else plan_as_it_lies)(drawn, DEVICE)
+    found = (plan_padded if kind == "padded" else plan_as_it_lies)(drawn, DEVICE)
     if found is None:
         return None
     tiles = tuple(pair for pair in found[1].ranked[0].tiles if math.isfinite(pair[0]))
     return AtRows(drawn, *found, tiles)
 
 
-def prepare(
-    site: Drawn, folder: Path, padded: bool, of_last_waves: bool, shallow: bool = False
-) -> list[tuple[Drawn, Planned]]:
+def prepare(site: Drawn, folder: Path, kind: str, of_last_waves: bool) -> list[tuple[Drawn, Planned]]:
     """What to time of a site, compiled into a folder: work for a process that sees no GPU."""
     rng = random.Random(str(site))
-    known = [each for rows in rows_of_site(site, shallow) if (each := at_rows(site, rows, padded)) is not None]
+    known = [each for rows in rows_of_site(site, kind) if (each := at_rows(site, rows, kind)) is not None]
     if of_last_waves:
         known = [each for each in known if each.splits_last_wave]
-    if shallow:
+    if kind == "shallow":
         known = [each for each in known if each.keep_rhs]
     names: set[str] = set()
     for each in known:
         names.update(each.within(NEAR)[:NEAREST])
         names.update(each.splits_last_wave[:LASTS] if of_last_waves else ())
-        names.update(each.keep_rhs[:NEAREST] if shallow else ())
+        names.update(each.keep_rhs[:NEAREST] if kind == "shallow" else ())
         names.update(rng.sample(far := each.within(FAR)[NEAREST:], min(1, len(far))))
     found = [(each.drawn, each.of(names)) for each in known]
     for _, tiles in found:
@@ -194,12 +192,7 @@ def prepare(
 
 
 def prepared(
-    source: Iterator[Drawn],
-    folder: Path,
-    seconds: float,
-    padded: bool = False,
-    of_last_waves: bool = False,
-    shallow: bool = False,
+    source: Iterator[Drawn], folder: Path, seconds: float, kind: str, of_last_waves: bool
 ) -> Iterator[tuple[Drawn, Planned]]:
     """What to time, site by site as they get ready, for so long."""
     end = time.monotonic() + seconds
@@ -207,8 +200,7 @@ def prepared(
         waiting: set[Future[list[tuple[Drawn, Planned]]]] = set()
         while time.monotonic() < end:
             waiting |= {
-                pool.submit(prepare, next(source), folder, padded, of_last_waves, shallow)
-                for _ in range(WAITING - len(waiting))
+                pool.submit(prepare, next(source), folder, kind, of_last_waves) for _ in range(WAITING - len(waiting))
             }
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in ready:
@@ -231,13 +223,12 @@ def main() -> None:
     options.cubins.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    padded = options.kind == "padded"
     source = sites(options.seeds, options.kind)
-    shallow = options.kind == "shallow"
-    for drawn, tiles in prepared(source, options.cubins, options.seconds, padded, options.last_wave, shallow):
+    known = {"padded": True} if options.kind == "padded" else {}
+    for drawn, tiles in prepared(source, options.cubins, options.seconds, options.kind, options.last_wave):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
-        rows.append({"drawn": astuple(drawn), "us": us, **({"padded": True} if padded else {})})
+        rows.append({"drawn": astuple(drawn), "us": us, **known})
     seeds = " ".join(map(str, options.seeds)) + f" --{options.kind}" * bool(options.kind)
     seeds += " --last-wave" * options.last_wave
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
