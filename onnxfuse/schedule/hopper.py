@@ -190,6 +190,10 @@ class Hopper(ProductFamily):
         """Written for the chip's own units."""
         return True
 
+    def is_of_one_depth(self, tile: HopperTile) -> bool:
+        """Those that keep rhs."""
+        return tile.kept_k > 0
+
     def alike(self, tile: HopperTile) -> HopperTile:
         """Tiles that differ in the boxes of lhs alone."""
         return replace(tile, lhs_rows=0)

@@ -330,6 +330,10 @@ class ProductFamily(KernelFamily, Protocol):
         """Whether no library multiplies m rows faster: the units are the chip's fastest, or memory is what counts."""
         return False
 
+    def is_of_one_depth(self, tile: Any) -> bool:
+        """Whether a tile is for products of one k alone."""
+        return False
+
     def alike(self, tile: Any) -> AnyTile:
         """Equal for tiles of which measuring one tells enough of the others."""
         found: AnyTile = tile

@@ -419,7 +419,7 @@ def _fitting(base: KernelSpec, device: DeviceSpec, k: int, is_known: bool) -> tu
     """The legal tiles, and the others, for a product of depth k, or of one that is typical where it is not known."""
     specs = {family: family.read_by(base.priced) for family in PRODUCTS}
     every = [entry for family in PRODUCTS for entry in family.candidates(specs[family], device, k)]
-    every = [entry for entry in every if is_known or not getattr(entry.tile, "kept_k", 0)]
+    every = [entry for entry in every if is_known or not entry.family.is_of_one_depth(entry.tile)]
     reasons = [kept_reason(entry.family, specs[entry.family], entry.tile, device) for entry in every]
     fitting = [entry for entry, reason in zip(every, reasons, strict=True) if reason is None]
     return fitting, [Rejected(entry.tile, reason) for entry, reason in zip(every, reasons, strict=True) if reason]
