@@ -307,7 +307,7 @@ def test_the_second_half_decides_for_both(n: int, rhs: int, bias: Sequence[int])
     assert (chosen["lhs"], chosen["rhs"], chosen["loads"]) == ([8], [rhs, rhs], bias)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(random_fusions(), st.sampled_from(["sm_80", "sm_90a"]), st.data())
 def test_whatever_is_launched_is_legal_at_every_index(drawn, arch: str, data: st.DataObject) -> None:
     """Walked loops, parts, views at an offset, sizes with guards true and false: some variant always fits."""
