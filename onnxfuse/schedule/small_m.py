@@ -37,6 +37,12 @@ FEW_COLUMNS: dict[tuple[str, str], tuple[SmallMTile, ...]] = {
     ("bf16", "nk"): (*_NARROW, *_DEEP), ("bf16", "kn"): (*_WIDE, *_DEEP),
     ("tf32", "nk"): _SPLIT_TF32, ("tf32", "kn"): _SPLIT_TF32,
 }  # fmt: skip
+# Where n is large, and so many blocks of few warps with two steps each have more on their way than one of many warps.
+_MANY = (
+    SmallMTile(16, 32, 2, 4), SmallMTile(16, 64, 2, 4), SmallMTile(16, 64, 2, 8), SmallMTile(32, 32, 2, 4),
+    SmallMTile(32, 32, 2, 8),
+)  # fmt: skip
+MANY_COLUMNS = {("f16", "nk"): _MANY, ("bf16", "nk"): _MANY}
 MOST_BEYOND = 1.5  # times k that a tile's first loads reach; the next deeper ones took 5 to 27 % longer than these
 _SINGLE = "element by element"
 PATHS = {
@@ -51,8 +57,9 @@ def whole_tiles(math_mode: str, parts: int, rhs_order: str, device: DeviceSpec) 
     """The candidate tiles, with block_n the columns of all parts."""
     if device.capability < cost_model.CLUSTERS_SINCE:
         return TILES[math_mode]
-    few = FEW_COLUMNS.get((math_mode, rhs_order), ())
-    return (*TILES[math_mode], *(tile for tile in few if parts * FRAGMENT_COLUMNS <= tile.block_n))
+    form = math_mode, rhs_order
+    more = (*FEW_COLUMNS.get(form, ()), *MANY_COLUMNS.get(form, ()))
+    return (*TILES[math_mode], *(tile for tile in more if parts * FRAGMENT_COLUMNS <= tile.block_n))
 
 
 def small_m_tiles(math_mode: str, parts: int, rhs_order: str, device: DeviceSpec) -> tuple[SmallMTile, ...]:

@@ -28,6 +28,7 @@ from onnxfuse.schedule.cost_model import saved_of_last_wave
 from onnxfuse.schedule.hopper import LONGEST_KEPT_ROW
 from onnxfuse.schedule.kernel_family import Candidate, Problem
 from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.small_m import SMALL_M
 from onnxfuse.schedule.variant import ProductPlan
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.perf.anywhere import sizes
@@ -58,8 +59,10 @@ KINDS = {
     "residual": "drawn products with a residual alone",
     "narrow": "drawn problems of few columns and deep k, the worst beside cuBLAS",
     "shallow": "drawn problems of many rows whose weight a block may keep, and the tiles that do",
+    "few": "drawn problems and layers of 16 rows and fewer, and all tiles for few rows",
     "padded": "drawn problems whose rows of k begin on no cache line, with zeros behind those of the weight",
 }
+MOST_OF_FEW = 16  # rows
 FEWEST_OF_SHALLOW = 256  # rows, and up to four times as many as others have at most
 NARROW, DEEP = 2048, 4  # columns of all parts at most, and times as many elements of k at least
 ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made odd
@@ -87,6 +90,11 @@ class AtRows:
         return [str(entry.tile) for us, entry in self.tiles if us <= factor * self.tiles[0][0]]
 
     @property
+    def for_few_rows(self) -> list[str]:
+        """The tiles of the kernel for few rows, the best first."""
+        return [str(entry.tile) for _, entry in self.tiles if entry.family is SMALL_M]
+
+    @property
     def keep_rhs(self) -> list[str]:
         """Those near the best that keep rhs, the best first."""
         near = {*self.within(NEAR)}
@@ -105,10 +113,10 @@ class AtRows:
             and saved_of_last_wave(entry.tile, problem, DEVICE) > 0
         ]
 
-    def of(self, names: set[str]) -> Planned:
+    def of(self, names: set[str], most: int = MOST) -> Planned:
         """Those of these tiles that are not too far from the best."""
         near = names.intersection(self.within(FAR))
-        pairs = [(us, entry) for us, entry in self.tiles if str(entry.tile) in near][:MOST]
+        pairs = [(us, entry) for us, entry in self.tiles if str(entry.tile) in near][:most]
         choices = tuple(Choice(us, replan(self.plan, entry).variants[0]) for us, entry in pairs)
         return Planned(self.fusion, order_of(self.fusion), str(pairs[0][1].tile), choices)
 
@@ -129,7 +137,9 @@ def sites(seeds: Sequence[int], kind: str = "") -> Iterator[Drawn]:
     """Drawn problems in turn, without end, of one of KINDS or all that are drawn."""
     elements = (FLOAT,) if kind in ("fp32", "kn") else ALL
     drawn = [draw(seed + more, element) for seed in seeds for more, element in STREAMS if element in elements]
-    for stream in itertools.cycle([layers(seed) for seed in seeds] if kind == "layers" else drawn):
+    of_layers = [layers(seed) for seed in seeds]
+    streams = {"layers": of_layers, "few": [*of_layers, *drawn]}.get(kind, drawn)
+    for stream in itertools.cycle(streams):
         site = _of_kind(next(stream), kind)
         if site is not None and (site.kind != "qkv" or site.k * site.width <= LARGEST_STACKED):
             yield site
@@ -140,6 +150,8 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
     if kind == "kn":
         return None if site.k % CHUNK or site.n % CHUNK else replace(site, order="kn")
     if kind == "shallow" and site.k * site.element_bytes > LONGEST_KEPT_ROW:
+        return None
+    if kind == "few" and site.element == FLOAT:
         return None
     if kind == "narrow" and (site.width > NARROW or site.k < DEEP * site.width):
         return None
@@ -154,7 +166,7 @@ def rows_of_site(site: Drawn, kind: str = "") -> list[int]:
     """The site's own rows and others, log-uniform, as many as are not too long a kernel."""
     rng = random.Random(str(site))
     most = min(MOST_ROWS, SHORTER * MOST_PRODUCTS / (site.k * site.width), MOST_ELEMENTS / max(site.k, site.width))
-    least, most = (FEWEST_OF_SHALLOW, 4 * most) if kind == "shallow" else (1, most)
+    least, most = {"shallow": (FEWEST_OF_SHALLOW, 4 * most), "few": (1, MOST_OF_FEW)}.get(kind, (1, most))
     found = {site.m} if least <= site.m <= most else set()
     while len(found) < ROWS:
         rows = round(math.exp(rng.uniform(math.log(least), math.log(most))))
@@ -177,15 +189,17 @@ def prepare(site: Drawn, folder: Path, kind: str, of_last_waves: bool) -> list[t
     known = [each for rows in rows_of_site(site, kind) if (each := at_rows(site, rows, kind)) is not None]
     if of_last_waves:
         known = [each for each in known if each.splits_last_wave]
-    if kind == "shallow":
-        known = [each for each in known if each.keep_rhs]
+    wanted = {"shallow": lambda each: each.keep_rhs[:NEAREST], "few": lambda each: each.for_few_rows}.get(kind)
+    if wanted is not None:
+        known = [each for each in known if wanted(each)]
     names: set[str] = set()
     for each in known:
         names.update(each.within(NEAR)[:NEAREST])
         names.update(each.splits_last_wave[:LASTS] if of_last_waves else ())
-        names.update(each.keep_rhs[:NEAREST] if kind == "shallow" else ())
+        names.update(wanted(each) if wanted is not None else ())
         names.update(rng.sample(far := each.within(FAR)[NEAREST:], min(1, len(far))))
-    found = [(each.drawn, each.of(names)) for each in known]
+    most = len(names) if kind == "few" else MOST
+    found = [(each.drawn, each.of(names, most)) for each in known]
     for _, tiles in found:
         compile_tiles(tiles, DEVICE, folder)
     return found

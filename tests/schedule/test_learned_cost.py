@@ -23,6 +23,7 @@ from tests.perf.learn import DEVICE
 ROOT = Path(__file__).parents[2]
 NETWORKS = networks.networks(DEVICE.arch)
 SEED = 5
+FEW = 50  # problems of a file
 
 
 def site(dtype: str = "f16", parts: int = 1, order: str = "nk") -> tuple[KernelSpec, list[Candidate], list[Flow]]:
@@ -128,12 +129,12 @@ def test_a_kernel_is_seen_to_start_early_where_the_bridge_starts_it_so(dtype: st
     assert found == {False, True}
 
 
-@pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles", "h200-early-tiles"])
+@pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles", "h200-early-tiles", "h200-few-tiles"])
 def test_what_was_timed_is_estimated_better(file: str) -> None:
     """Also which kernel is the fastest; what it gains on kernels that were not learnt from is docs/kernel-notes.md."""
     rows = learn.rows_of_file(ROOT / f"results/{file}.json.xz")
-    few = [row for row in rows if row["drawn"][0] != "qkv"][::60]
-    known = learn.timings(few, DEVICE)
+    alone = [row for row in rows if row["drawn"][0] != "qkv"]
+    known = learn.timings(alone[:: max(len(alone) // FEW, 1)], DEVICE)
     said = NETWORKS(known.features)
     assert np.square(known.left - said).mean() < np.square(known.left).mean() / 2
     before, since = (learn.regrets(known, known.estimates * np.exp(each)) for each in (0 * said, said))
