@@ -97,7 +97,8 @@ class Arguments:
             if len(own.refs) != columns.count:
                 raise NotFusable("columns_differ", "", "combines columns that were put together of other ranges")
             return own.refs[columns.index]
-        if ref < 0 or columns.index == 0:
+        is_part = own is not None and own.length != value.length  # beside an operand with a number for each part
+        if ref < 0 or columns.index == 0 or is_part:
             return ref
         return self._epilogue.moved(ref, columns.index * int(value.length) // columns.count)
 

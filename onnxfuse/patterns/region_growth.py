@@ -26,6 +26,7 @@ from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, NoColumns, conc
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
+from onnxfuse.patterns.matrices import of_all_parts
 from onnxfuse.patterns.pointwise_table import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
@@ -273,13 +274,23 @@ class GrownRegion:
 
     def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
         self._check_pointwise(node, columns)
-        view = self.arguments.broadcast(node, common_view([value.view for value in columns]))
+        part = replace(columns[0], view=common_view([value.view for value in columns]))
         ranges = max(len(value.refs) for value in columns)
-        value = replace(columns[0], view=view, rest=())
+        value, ranges = self._of_all_parts(node, part) or (replace(part, rest=()), ranges)
+        value = replace(value, view=self.arguments.broadcast(node, value.view))
         inputs = [self.arguments.of(node, value, Range(index, ranges)) for index in range(ranges)]
         self._check_keeps_shape(node, len(value.view))
         first, *rest = (self._stored(node, lower(self.epilogue, each, node.attrs)) for each in inputs)
         self._take(node, replace(value, ref=first, rest=tuple(rest)))
+
+    def _of_all_parts(self, node: gs.Node, part: Columns) -> tuple[Columns, int] | None:
+        """The columns that a node makes of one part of them, and of how many parts they are."""
+        made = {leaf.operand for leaf in self.epilogue.leaves(ACC, (part.ref,))}
+        for product in self.products:
+            view = of_all_parts(self.graph, node, part, product) if {product.out} == made else None
+            if view is not None:
+                return replace(part, length=product.n, view=view), product.turns
+        return None
 
     def _absorb_concat(self, node: gs.Node) -> None:
         """Ranges of a product's columns, put together again."""

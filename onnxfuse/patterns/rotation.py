@@ -32,6 +32,7 @@ from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import View
 
 PATTERN, BEHIND_A_PRODUCT = "rotation", "rotary_gemm"
+MEETS = ("Add", "Sub")  # of multiplied parts: those of a pair, or of both rows of its matrix
 MOVED = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
@@ -65,11 +66,11 @@ def _is_range(x: gs.Tensor) -> bool:
 
 
 def _turned(graph: Graph) -> list[gs.Tensor]:
-    """The values whose parts a node negates, or multiplies and subtracts."""
+    """The values whose parts a node negates, or multiplies and subtracts or adds."""
     found: dict[str, gs.Tensor] = {}
     for node in graph.nodes:
         negated = node.inputs if node.op == "Neg" else ()
-        factors = [tensor for each in node.inputs for tensor in _made(each, "Mul")] if node.op == "Sub" else ()
+        factors = [tensor for each in node.inputs for tensor in _made(each, "Mul")] if node.op in MEETS else ()
         for part in (*negated, *factors):
             part = next(iter(_made(part, "Squeeze")), part)
             wholes = [_before_slices_of_all(graph, each) for each in _made(part, *TAKES_APART)[:1]]

@@ -22,10 +22,23 @@ from tests.helpers.matching import draw
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
 from tests.helpers.quantized import Form, quantized_model
 from tests.helpers.reference_fusion import evaluate
-from tests.helpers.rotary_models import HEAD, HEADS, ROTATIONS, K, Rotate, feed, in_pairs, rotary, sliced, unbound
+from tests.helpers.rotary_models import (
+    HEAD,
+    HEADS,
+    ROTATIONS,
+    K,
+    Rotate,
+    by_matrices,
+    feed,
+    in_pairs,
+    rotary,
+    sliced,
+    unbound,
+)
 from tests.tools.sweep import rewritten
 
 SM_80 = resolve("sm_80", list)
+PAIRS = (in_pairs, unbound, by_matrices)
 
 
 def turned(site: Site) -> dict[str, RowsInTurn]:
@@ -75,7 +88,7 @@ def test_a_fused_file_has_the_originals_bits_and_size(rotate: Rotate, order: str
     for name in site.implementation.transposed:
         assert name not in after
         assert after[f"{name}.transposed"].nbytes == before[name].nbytes
-    for name, own in turned(site).items() if rotate not in (in_pairs, unbound) else ():
+    for name, own in turned(site).items() if rotate not in PAIRS else ():
         np.testing.assert_array_equal(after[f"{name}.transposed"], stored(own, before[name]))
 
 

@@ -84,7 +84,21 @@ def of_a_cast(b: Builder, x: str, head: int) -> str:
     return turned(b, x, b("Concat", b("Neg", second), first, axis=-1), head)
 
 
-ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs, unbound, of_a_cast]
+def by_matrices(b: Builder, x: str, head: int) -> str:
+    """`f[..., 0] * y[..., 0] + f[..., 1] * y[..., 1]` of `y = x.reshape(..., -1, 1, 2)`, as Flux's authors write it.
+
+    Both columns of the matrices `f` are inputs.
+    """
+    known = {value.name for value in b.inputs}
+    shape = (1, 1, "rows", head // 2, 2)
+    matrices = [name if name in known else b.input(name, shape) for name in ("first", "second")]
+    pairs = b("Reshape", x, b.integers(0, 0, 0, head // 2, 1, 2))
+    ranges = [b("Gather", pairs, b.scalar(index), axis=-1) for index in range(2)]
+    meeting = [b("Mul", *each) for each in zip(matrices, ranges, strict=True)]
+    return b("Reshape", b("Add", *meeting), b.integers(0, 0, -1, head))
+
+
+ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs, unbound, of_a_cast, by_matrices]
 
 
 def product(b: Builder, order: str, bias: bool, heads: int, head: int, k: int) -> str:
@@ -199,13 +213,26 @@ def normalised(
     return b.model(b("Mul", y, b.array(0.25)) if scaled else y)
 
 
+def alternating(angles: np.ndarray, *made: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """A number of each of two kinds of the first angle of each pair."""
+    return np.stack([make(angles[..., 0]) for make in made], -1)
+
+
+MADE_OF: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "x": np.array,
+    "cos": np.cos,
+    "sin": np.sin,
+    "first": lambda angles: alternating(angles, np.cos, np.sin),
+    "second": lambda angles: alternating(angles, lambda angle: -np.sin(angle), np.cos),
+}
+
+
 def feed(model: onnx.ModelProto, rows: int, batch: int = 2, seed: int = 3) -> dict[str, np.ndarray]:
-    """Draws; tables hold the cosines and sines of angles."""
+    """Draws; tables hold the cosines and sines of angles, and columns of matrices both."""
     sizes = {"batch": batch, "rows": rows}
-    angles = {}
+    made = {}
     for value in model.graph.input:
         shape = [sizes.get(dim.dim_param) or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        angles[value.name] = draw(*shape, seed=seed)
-    made = {"x": angles["x"], "cos": np.cos(angles["cos"]), "sin": np.sin(angles["cos"])}
+        made[value.name] = MADE_OF[value.name](draw(*shape, seed=seed))
     dtype = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
     return {name: value.astype(dtype) for name, value in made.items()}

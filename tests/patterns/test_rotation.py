@@ -26,7 +26,7 @@ def test_a_rotation_is_one_fusion(rotate: Rotate, order: str, bias: bool, scaled
     (out,) = fusion.outputs
     assert out.name == model.graph.output[0].name
     check_meaning(model, fusion, feed(model, 5))
-    assert any(model.graph.node[index].op_type == "Concat" for index in match.nodes)
+    assert {"Concat", "Gather"} & {model.graph.node[index].op_type for index in match.nodes}
 
 
 @pytest.mark.parametrize("heads", [1, 3])
