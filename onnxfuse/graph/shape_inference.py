@@ -60,7 +60,8 @@ def output_shapes(known: Known) -> list[Shape | None]:
 def refined(inferred: Shape | None, derived: Shape | None) -> Shape | None:
     """A shape from both sources: numbers as they are, then the derived symbols, then those of ONNX's inference.
 
-    How many windows a convolution has, an exporter may say in the arithmetic by which the model computes it elsewhere.
+    How many windows a convolution has, an exporter may say in the arithmetic by which the model computes it elsewhere;
+    and how many numbers a Range from 0 has, by the limit: a size is not negative, though the sum that it is might be.
     """
     if inferred is None or derived is None or len(inferred) != len(derived):
         return derived if inferred is None else inferred
@@ -71,7 +72,8 @@ def refined(inferred: Shape | None, derived: Shape | None) -> Shape | None:
 
 
 def _is_spelled_out(declared: Size, derived: Size) -> bool:
-    return f"{derived}".startswith("(windows ") and f"{declared}".startswith(("(+ ", "(/ ", "(- "))
+    is_counted = f"{derived}".startswith("(windows ") or derived == symbolic.function("range", 0, declared, 1)
+    return is_counted and f"{declared}".startswith(("(+ ", "(/ ", "(- "))
 
 
 def broadcast_shapes(shapes: Sequence[Shape | None]) -> Shape | None:

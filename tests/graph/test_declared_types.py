@@ -160,3 +160,34 @@ def test_frames_are_as_many_as_the_exporter_says() -> None:
     (site,) = heard(named=True).sites
     assert "relu" in {step.op for step in site.fusion.steps}
     assert {skipped.reason for skipped in heard(named=False).skipped} == {"unknown_broadcast"}
+
+
+FEWER = "((samples - 5)//4) - 1"  # less than 0 of few samples, of which there is no frame
+
+
+def positioned(named: bool) -> Analysis:
+    """Frames that convolutions make of a sound, and as many positions, counted to the sum that torch writes."""
+    b = Builder(opset=18)
+    frames = samples = b.input("x", (2, 1, "samples"))
+    for channels in (1, K):
+        frames = b("Conv", frames, b.array(draw(K, channels, 5), f"kernel_of_{channels}"), strides=[2])
+    product = b("MatMul", b("Transpose", frames, perm=[0, 2, 1]), b.array(draw(K, K), "weight"))
+    length = b("Gather", b("Shape", samples), b.scalar(2), axis=0)
+    limit = b("Add", b("Div", b("Sub", length, b.scalar(5)), b.scalar(4)), b.scalar(-1))
+    counted = b("Range", b.scalar(0), limit, b.scalar(1))
+    positions = b("Unsqueeze", b("Cast", counted, to=TensorProto.FLOAT), b.integers(1))
+    model = b.model(b("Relu", b("Add", product, positions)))
+    if named:
+        declare(model, frames, TensorProto.FLOAT, (2, K, FEWER))
+        declare(model, counted, TensorProto.INT64, (FEWER,))
+    analysis = analyse_model(model, resolve("sm_80", list))
+    feeds = [{"x": draw(2, 1, size).astype(np.float32)} for size in (13, 16, 17, 40)]
+    assert not difference(model, rewritten(analysis), feeds)
+    return analysis
+
+
+def test_positions_are_as_many_as_the_exporter_says() -> None:
+    """A limit may be negative where a size is not; what a Range has of it, and the model names so, is the limit."""
+    (site,) = positioned(named=True).sites
+    assert "relu" in {step.op for step in site.fusion.steps}
+    assert {skipped.reason for skipped in positioned(named=False).skipped} == {"unknown_broadcast"}
