@@ -18,7 +18,7 @@ from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.liveness import GrownValue, Liveness
 from onnxfuse.patterns.match import LiveOut, Match, count_of
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.product_ranges import is_read_beside, regions_of_ranges, split_span, taken_ranges
+from onnxfuse.patterns.product_ranges import is_read_beside, regions_of_ranges, split_span, taken_ranges, value_of_range
 from onnxfuse.patterns.profitability import Profitability
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.region_growth import COLUMN_OPS, GrownRegion
@@ -124,7 +124,8 @@ class Partition:
     def matches_by_range(self, product: Product, meeting: bool) -> Iterator[list[Match]]:
         """For each column range of a product by itself, the matches that compute it and no other, the largest first.
 
-        Of a range that another fusion reads as the product makes it, the last match is that range alone.
+        Of a range that another fusion reads as the product makes it, or behind which data is moved and nothing
+        computed, the last match is that range alone.
 
         Each stands for the nodes after the range, and multiplies by the range's columns of the weight alone. What they
         all need, from the product to where it is taken apart, stays until nothing reads it: so there is nothing where
@@ -146,8 +147,10 @@ class Partition:
         spans = sorted({*ranges, *taken})
         if len(spans) > 1 and not is_read_beside(self.live, shared, region, bare):
             for span in spans:
-                own = self._matches_of_range(ranges.get(span, NOTHING), shared, meeting)
-                yield [*own, *self._bare_range(taken.get(span))]
+                region = ranges.get(span, NOTHING)
+                own = self._matches_of_range(region, shared, meeting)
+                moved = value_of_range(self.live, product, span, shared) if self.worth.moves_alone(region) else None
+                yield [*own, *self._bare_range(taken.get(span) or moved)]
 
     def _matches_of_range(self, own: Region, shared: Region, meeting: bool) -> Iterator[Match]:
         """The matches of one range that nobody reads further in front than where they end.

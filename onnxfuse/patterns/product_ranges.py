@@ -83,6 +83,12 @@ def taken_ranges(
     return found
 
 
+def value_of_range(live: Liveness, product: Product, span: Span, shared: Region) -> GrownValue | None:
+    """What one node makes of a range of a product's columns, in front of the nodes that are the range's alone."""
+    values = (value for position in shared for value in live.values[position])
+    return next((value for value in values if _span(live.grown, value, product) == span), None)
+
+
 def is_read_beside(live: Liveness, shared: Region, ranges: Region, bare: Collection[GrownValue]) -> bool:
     """Whether anything but the ranges reads what they share, and is none of the ranges as the product makes them."""
     values = (value for position in shared for value in live.values[position] if value not in bare)

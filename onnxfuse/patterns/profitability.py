@@ -46,6 +46,10 @@ class Profitability:
         saves = is_computed or bool(region & self._work) or self._takes_apart(position)
         return saves and self.live.is_live_out(value, region)
 
+    def moves_alone(self, region: Region) -> bool:
+        """Whether nodes move data, which a kernel may not be able to store so, and compute nothing."""
+        return bool(region & self._moves) and not region & self._computed
+
     def _is_end(self, position: int, region: Region) -> bool:
         """Whether a view ends there, a move of data, or a range of what no kernel stores whole, or need store so.
 

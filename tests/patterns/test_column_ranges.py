@@ -465,3 +465,22 @@ def test_equal_ranges_of_what_is_read_whole_are_not_stored_twice(
     analysis = analyse_model(b.model(*attended_heads(b, parts, True, beside)), resolve("sm_90a,sm_80", list))
     stored = [len(site.match.live_outs) for site in analysis.sites if site.fusion.pattern != "attention"]
     assert stored == [1]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+def test_a_range_that_no_kernel_stores_as_it_is_moved_leaves_the_others_theirs(dtype: int) -> None:
+    """As in Flux's single blocks: q, k and v are moved together, and what is normalised of them reads a Slice each."""
+    b = Builder(dtype, opset=18)
+    first, second = split(b, packed(b, (6 * HEAD, 8 * HEAD), bias=True), (6 * HEAD, 8 * HEAD))
+    moved = b("Transpose", b("Reshape", first, b.integers(0, 0, 3, 2, HEAD)), perm=(2, 0, 3, 1, 4))
+    peaks = [b("ReduceMax", each, b.integers(-1)) for each in unbound_by_slice(b, moved)]
+    model = b.model(*peaks, b("Tanh", second))
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    assert [(site.match.name, site.match.out) for site in analysis.sites] == [
+        ("MatMul_0/0", first), (f"MatMul_0/{6 * HEAD}", model.graph.output[3].name),
+    ]  # fmt: skip
+    fused = rewritten(analysis)
+    assert not {"MatMul", "Split", "Tanh"} & {node.op_type for node in fused.graph.node}
+    feed = feed_of(model)
+    for before, after in zip(run(model, feed), run(fused, feed), strict=True):
+        assert before.tobytes() == after.tobytes()

@@ -35,7 +35,11 @@ def by_add(b: Builder, t: str, weight: str, bias: str) -> str:
 
 def modulated(b: Builder, x: str, ranges: list[str]) -> str:
     """A block for every three ranges; of one that is left over a gate."""
-    beside = [b("Unsqueeze", each, b.integers(1)) for each in ranges]
+    return by_rows(b, x, [b("Unsqueeze", each, b.integers(1)) for each in ranges])
+
+
+def by_rows(b: Builder, x: str, beside: list[str]) -> str:
+    """The same of ranges that have a dimension of rows."""
     ones, zeros = b.array(np.ones(N)), b.array(np.zeros(N))
     for shift, scale, gate in zip(*[iter(beside)] * 3, strict=False):
         y = b("LayerNormalization", x, ones, zeros)
@@ -68,3 +72,13 @@ def test_the_product_and_its_bias_are_one_kernel_before_the_ranges(
     assert second.match.stop.reason == "several_readers"
     feed = {"t": draw(2, K, seed=3).astype(b.numpy), "x": draw(2, 5, N, seed=4).astype(b.numpy)}
     assert run(rewritten(analysis), feed)[0].tobytes() == run(model, feed)[0].tobytes()
+
+
+@pytest.mark.parametrize("linear", [by_gemm, by_add])
+def test_no_range_of_which_nothing_is_moved_is_stored_apart(linear: Callable[[Builder, str, str, str], str]) -> None:
+    """As in PRX and Flux 2, where one dimension of rows is made for all ranges: what adds 1 to some needs no kernel."""
+    b = Builder()
+    t = linear(b, b.input("t", ("batch", K)), b.array(draw(K, 6 * N) / 8), b.array(draw(6 * N)))
+    ranges = by_split(b, b("Unsqueeze", t, b.integers(1)), 6)
+    model = b.model(by_rows(b, b.input("x", ("batch", "rows", N)), ranges))
+    assert not any(site.match.shared for site in analyse_model(model, resolve("sm_90a", list)).sites)
