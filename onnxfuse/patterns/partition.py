@@ -147,9 +147,9 @@ class Partition:
         spans = sorted({*ranges, *taken})
         if len(spans) > 1 and not is_read_beside(self.live, shared, region, bare):
             for span in spans:
-                region = ranges.get(span, NOTHING)
-                own = self._matches_of_range(region, shared, meeting)
-                moved = value_of_range(self.live, product, span, shared) if self.worth.moves_alone(region) else None
+                behind = ranges.get(span, NOTHING)
+                own = self._matches_of_range(behind, shared, meeting)
+                moved = value_of_range(self.live, product, span, shared) if self.worth.moves_alone(behind) else None
                 yield [*own, *self._bare_range(taken.get(span) or moved)]
 
     def _matches_of_range(self, own: Region, shared: Region, meeting: bool) -> Iterator[Match]:

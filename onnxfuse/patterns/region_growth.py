@@ -285,10 +285,9 @@ class GrownRegion:
 
     def _of_all_parts(self, node: gs.Node, part: Columns) -> tuple[Columns, int] | None:
         """The columns that a node makes of one part of them, and of how many parts they are."""
-        made = {leaf.operand for leaf in self.epilogue.leaves(ACC, (part.ref,))}
         for product in self.products:
-            view = of_all_parts(self.graph, node, part, product) if {product.out} == made else None
-            if view is not None:
+            view = of_all_parts(self.graph, node, part, product)
+            if view is not None and {leaf.operand for leaf in self.epilogue.leaves(ACC, (part.ref,))} == {product.out}:
                 return replace(part, length=product.n, view=view), product.turns
         return None
 

@@ -170,7 +170,7 @@ def rows_of_site(site: Drawn, kind: str = "") -> list[int]:
     found = {site.m} if least <= site.m <= most else set()
     while len(found) < ROWS:
         rows = round(math.exp(rng.uniform(math.log(least), math.log(most))))
-        found.add(rows | 1 if rng.random() < ODD else rows)
+        found.add(rows | 1 if rng.random() < ODD and rows < most else rows)
     return sorted(found)
 
 

@@ -718,8 +718,9 @@ def test_session(case: str, driver: Mapping[str, str] | None) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_reads_out_of_bounds() -> None:
+def test_nothing_reads_out_of_bounds(request: pytest.FixtureRequest) -> None:
     """Altered archives and attributes under the address and undefined-behaviour sanitizers."""
-    command = [sys.executable, "-m", "tests.tools.bridge_fuzz", "--rounds", "800"]
+    rounds = "2500" if request.config.getoption("thorough") else "800"
+    command = [sys.executable, "-m", "tests.tools.bridge_fuzz", "--rounds", rounds]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
