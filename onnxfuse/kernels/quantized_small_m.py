@@ -29,6 +29,7 @@ def _numbers(spec: KernelSpec, tile: QuantizedSmallMTile) -> dict[str, int]:
         "SHARED_BYTES": shared_bytes(spec, tile),
         "WEIGHT_DEPTH": spec.depth,
         "WEIGHT_COLUMNS": spec.columns,
+        "TERMS": tile.terms,
         "LHS_SLOTS": tile.lhs_slots,
         "KEPT_STEPS": tile.kept_steps,
         "SPREAD": tile.spread,

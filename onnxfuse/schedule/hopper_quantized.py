@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dtypes import BF16
+from onnxfuse.dtypes import BF16, F32
 from onnxfuse.limits import MAX_BOX, STAGE_ROW_BYTES
 from onnxfuse.schedule import cost_model, hopper_quantized_tile
 from onnxfuse.schedule.access_path import path
@@ -128,7 +128,8 @@ def _converting(spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> fl
     if form is None:
         return 0.0
     columns = spec.parts * tile.block_n
-    pace = each["in fp32"] if form.bits == IN_FP32 and spec.dtype == BF16 else each[f"{form.bits} bits"]
+    in_fp32 = spec.dtype == F32 or (form.bits == IN_FP32 and spec.dtype == BF16)
+    pace = each["in fp32"] if in_fp32 else each[f"{form.bits} bits"]
     pace *= each["four groups"] if tile.all_groups == MAX_GROUPS else 1
     blocks = columns * tile.block_k / form.block if form.zero_points else 0
     step = each["step"] * min(tile.block_k / WHOLE_STEP, 1)

@@ -4,7 +4,7 @@ The weight is the M side of wgmma, so the kernel sees the output as [n, m]: `swa
 memory lies as `hopper_tile` says, with other stages:
 
     stage     activations[block_k / 64][block_m][128 bytes], swizzled; of each part [block_n][block_k * bits / 8 bytes];
-              scales[parts][block_n][2 or more]; zero points, if any, [parts][block_n][4 bytes]
+              scales[parts][block_n], 4 to 16 bytes each; zero points, if any, [parts][block_n][4 bytes]
 
 `kernels/cuda/hopper/quantized_factors.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -23,6 +23,8 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 ROWS = 64  # of one wgmma: columns n of one consumer group
 STEP_ROWS = 8  # of which the N side of wgmma has any multiple
+WORD_BYTES = 4  # of which scales are copied whole ones
+MAX_SCALE_BYTES = 16  # of a column in a stage: one load
 ZERO_PITCH = 4  # bytes of a column's zero points in a stage
 STAGE_ALIGNMENT = 1024
 KEPT_SPECS = 256  # a plan asks for one again with every tile and number of rows
@@ -118,7 +120,7 @@ def packed_bytes(spec: KernelSpec, tile: QuantizedTile) -> int:
 def stage_bytes(spec: KernelSpec, tile: QuantizedTile) -> int:
     """Bytes of a stage, which ends where the next one's swizzle may begin."""
     rows = spec.parts * tile.block_n
-    scales = max(tile.block_k // _block(spec), 2) * spec.dtype.bytes
+    scales = max(tile.block_k // _block(spec) * spec.dtype.bytes, WORD_BYTES)
     zeros = ZERO_PITCH if spec.quantization is not None and spec.quantization.zero_points else 0
     held = tile.block_m * tile.block_k * spec.dtype.bytes + rows * (packed_bytes(spec, tile) + scales + zeros)
     return -(-held // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
@@ -154,7 +156,7 @@ def why_not(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> str | N
 def _of_operands(spec: KernelSpec) -> Rules:
     """What no tile changes."""
     yield spec.quantization is None, "rhs is not quantized"
-    yield spec.dtype.bytes != 2, f"quantized: the tensor cores take 16 bits, not {spec.dtype.name}"
+    yield spec.math not in hopper_tile.WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
     yield spec.lhs_width * spec.dtype.bytes < hopper_tile.LDS_BYTES, "TMA needs rows of lhs on 16-byte boundaries"
     yield spec.rhs_width < hopper_tile.LDS_BYTES, "TMA needs columns of a quantized rhs on 16-byte boundaries"
     plain = spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs or spec.rhs_batch_runs)
@@ -179,6 +181,7 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     # Zero points of a stage are in one register.
     blocks = tile.block_k // _block(spec)
     yield blocks * _bits(spec) > 32, f"{blocks} blocks in a stage"
+    yield blocks * spec.dtype.bytes > MAX_SCALE_BYTES, f"{blocks} scales in a stage"
 
 
 def _of_apart(spec: KernelSpec, tile: QuantizedTile) -> Rules:

@@ -105,9 +105,6 @@ def _bands(fusion: Fusion, mapping: AxisMapping) -> tuple[int, int]:
 
 def _unread(fusion: Fusion, device: DeviceSpec) -> NotFusable:
     """Why there is no kernel for a quantized rhs."""
-    if fusion.lhs.dtype == F32:
-        detail = "its activations are fp32; kernels multiply weights of few bits by fp16 or bf16"
-        return NotFusable("quantized_fp32", fusion.anchor, detail)
     return NotFusable("quantized_form", fusion.anchor, f"no kernel of {device.arch} reads {fusion.quantization}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import BF16
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model, quantized_small_m_tile
 from onnxfuse.schedule.access_path import path
@@ -39,7 +40,7 @@ class Shape:
     """A tile whatever the form of rhs.
 
     Attributes:
-        rows: of the tile.
+        rows: of the tile; of several terms, of all of them.
         width: columns of all parts together.
         warps: that share k.
         step: bytes of a column that a warp multiplies at once.
@@ -76,13 +77,14 @@ def tile_of(shape: Shape, spec: KernelSpec, form: Quantization, slots: int) -> Q
     block_n = max(shape.width // spec.parts // 8, 1) * 8
     if spec.parts * block_n % quantized_small_m_tile.FRAGMENT_COLUMNS:
         block_n = quantized_small_m_tile.FRAGMENT_COLUMNS
-    depth = shape.step * 8 // form.bits
-    return QuantizedSmallMTile(shape.rows, block_n, depth, shape.stages, slots, shape.warps)
+    depth, terms = shape.step * 8 // form.bits, quantized_small_m_tile.TERMS[spec.math]
+    rows = max(shape.rows // terms, 1)
+    return QuantizedSmallMTile(rows, block_n, depth, shape.stages, slots, shape.warps, terms=terms)
 
 
 def spread_of(tile: QuantizedSmallMTile, form: Quantization) -> int:
     """How far the rows and blocks of a tile allow kept rows to be spread, in powers of two."""
-    most = max(min(quantized_small_m_tile.MMA_ROWS // tile.block_m, tile.block_k // form.block), 1)
+    most = max(min(quantized_small_m_tile.MMA_ROWS // tile.term_rows, tile.block_k // form.block), 1)
     return 1 << most.bit_length() - 1
 
 
@@ -96,11 +98,10 @@ class QuantizedSmallM(ProductFamily):
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """With lhs in shared memory as a whole where it fits."""
         form = spec.quantization
-        if form is None or spec.math not in quantized_small_m_tile.MATH:
+        if form is None:
             return ()
-        paces = calibration(device).pace[self.name]
         tiles = _tiles(spec, form, device.shared_bytes, k)
-        return tuple(Candidate(self, tile, paces[_pace(tile)]) for tile in tiles)
+        return tuple(Candidate(self, tile, _pace(tile, spec, device)) for tile in tiles)
 
     def why_not(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> str | None:
         """As `quantized_small_m_tile` says."""
@@ -141,10 +142,14 @@ class QuantizedSmallM(ProductFamily):
         return m <= tile.block_m
 
 
-def _pace(tile: QuantizedSmallMTile) -> str:
-    """The key of its pace."""
-    kept = " streamed" if tile.streamed else " kept" if tile.kept_steps else ""
-    return f"{tile.block_m}{kept}"
+def _pace(tile: QuantizedSmallMTile, spec: KernelSpec, device: DeviceSpec) -> float:
+    """That of the shape whose rows its terms fill; of fp32 relative to TF32, though bf16 is what is multiplied."""
+    known, is_kept = calibration(device), tile.kept_steps > 0
+    rows = min(shape.rows for shape in SHAPES if shape.kept == is_kept and shape.rows >= tile.term_rows)
+    pace = known.pace[QuantizedSmallM.name][f"{rows}{' streamed' if tile.streamed else ' kept' if is_kept else ''}"]
+    if tile.terms == 1:
+        return pace
+    return pace * tile.block_m / rows * known.products[BF16.name] / known.products[spec.math]
 
 
 def _whole_steps(tile: QuantizedSmallMTile, k: Count) -> Amount:
@@ -197,7 +202,7 @@ def _in_registers(
 ) -> Iterator[QuantizedSmallMTile]:
     kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
     if quantized_small_m_tile.kept_registers(form, kept) > quantized_small_m_tile.max_kept(spec):
-        if not shape.streamed or form.bits != STREAMED_BITS:
+        if not shape.streamed or form.bits != STREAMED_BITS or ring.terms > 1:
             return
         kept = replace(kept, kept_steps=1, streamed=True)
     if quantized_small_m_tile.why_not(spec, kept, limit) is None:

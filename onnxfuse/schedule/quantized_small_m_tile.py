@@ -36,7 +36,7 @@ MAX_SUMS = 64  # of one thread, in fp32
 MAX_HALVED_ROWS = 16  # of a block of k that is half of a row of ldmatrix, which takes sums of its own
 MANY_BLOCKS = 128  # shorter ones
 MANY_PARTS = 2  # more than that
-MATH = ("f16", "bf16")
+TERMS = {"f16": 1, "bf16": 1, "tf32": 2, "3xtf32": 3, "fp32": 3}  # by arithmetic, of which they are as exact at least
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class QuantizedSmallMTile:
         kept_steps: steps of lhs that a warp keeps in registers, and no slots; 0 where lhs is read from shared memory.
         spread: columns of the mma that a kept row lies in, each with its own blocks of k.
         streamed: whether the one step that is kept changes, and the next one is on its way to registers.
+        terms: numbers of bf16 that a number of fp32 is multiplied as; 1 of other types.
     """
 
     block_m: int
@@ -66,6 +67,12 @@ class QuantizedSmallMTile:
     kept_steps: int = 0
     spread: int = 1
     streamed: bool = False
+    terms: int = 1
+
+    @property
+    def term_rows(self) -> int:
+        """Rows of the mma: each row's terms lie side by side."""
+        return self.block_m * self.terms
 
     @property
     def threads(self) -> int:
@@ -75,15 +82,18 @@ class QuantizedSmallMTile:
     @property
     def row_groups(self) -> int:
         """Of the rows of one mma."""
-        return -(-self.block_m // MMA_ROWS)
+        return -(-self.term_rows // MMA_ROWS)
 
     def __str__(self) -> str:
         shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
         kept = f"{self.kept_steps} of lhs {'streamed' if self.streamed else 'kept'}" + (
             f" and spread by {self.spread}" if self.spread > 1 else ""
         )
+        terms = f" in {self.terms} terms" if self.terms > 1 else ""
         stages = f"stages {self.stages}, {kept if self.kept_steps else f'{self.lhs_slots} of lhs'}"
-        return f"{shape} few rows of quantized, {stages}, k shared by {self.warps_k} warps, {self.resident} blocks"
+        return (
+            f"{shape} few rows of quantized{terms}, {stages}, k shared by {self.warps_k} warps, {self.resident} blocks"
+        )
 
 
 def columns(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
@@ -126,8 +136,8 @@ def slot_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
 
 def sums_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
     """Shared memory of all warps' sums."""
-    buffers = 2 if tile.block_m <= MMA_ROWS * (2 if tile.kept_steps else 1) else 1
-    return buffers * tile.warps_k * tile.block_m * (columns(spec, tile) + SUMS_PADDING) * FP32_BYTES
+    buffers = 2 if tile.term_rows <= MMA_ROWS * (2 if tile.kept_steps else 1) else 1
+    return buffers * tile.warps_k * tile.term_rows * (columns(spec, tile) + SUMS_PADDING) * FP32_BYTES
 
 
 @cache
@@ -163,8 +173,10 @@ def why_not(spec: KernelSpec, tile: QuantizedSmallMTile, shared_limit: int) -> s
     """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
     if spec.quantization is None:
         return "rhs is not quantized"
-    if spec.math not in MATH:
-        return f"few rows of quantized: no kernel for {spec.math}"
+    if tile.terms != TERMS[spec.math]:
+        return f"few rows of quantized: {TERMS[spec.math]} terms of {spec.math}"
+    if tile.streamed and tile.terms > 1:
+        return "few rows of quantized: terms are kept, not streamed"
     if spec.lhs_run or spec.lhs_order != "mk":
         return "few rows of quantized: one stride walks the k of lhs, which is its contiguous axis"
     if columns(spec, tile) % FRAGMENT_COLUMNS or tile.block_n % MMA_ROWS:
@@ -177,8 +189,8 @@ def why_not(spec: KernelSpec, tile: QuantizedSmallMTile, shared_limit: int) -> s
         return f"{tile.threads * tile.resident} threads on a multiprocessor, of {MAX_THREADS} at most"
     if sums(spec, tile) > MAX_SUMS:
         return f"{sums(spec, tile)} sums in a thread, of {MAX_SUMS} at most"
-    if spec.quantization.block * spec.quantization.bits // 8 < PIECE_BYTES and tile.block_m > MAX_HALVED_ROWS:
-        return f"two blocks in a row of ldmatrix: {tile.block_m} rows, of {MAX_HALVED_ROWS} at most"
+    if spec.quantization.block * spec.quantization.bits // 8 < PIECE_BYTES and tile.term_rows > MAX_HALVED_ROWS:
+        return f"two blocks in a row of ldmatrix: {tile.term_rows} rows, of {MAX_HALVED_ROWS} at most"
     if tile.kept_steps and (reason := _why_not_kept(spec, tile)):
         return reason
     if shared_bytes(spec, tile) > shared_limit:
@@ -191,15 +203,15 @@ def max_kept(spec: KernelSpec) -> int:
     form = _form(spec)
     zero_points = form.zero_points and form.block < MANY_BLOCKS
     zero_bytes = form.zero_points and form.bits > BITS_WITH_EXCESS
-    return MAX_KEPT[zero_points + (spec.parts > MANY_PARTS or zero_bytes)]
+    return MAX_KEPT[zero_points + (spec.parts > MANY_PARTS or zero_bytes or TERMS[spec.math] > 1)]
 
 
 def _why_not_kept(spec: KernelSpec, tile: QuantizedSmallMTile) -> str | None:
     form = _form(spec)
     if form.block_bytes < PIECE_BYTES:
         return "lhs is kept in whole pieces of a block"
-    if tile.spread > 1 and (tile.block_m * tile.spread > MMA_ROWS or tile.block_k // form.block % tile.spread):
-        return f"{tile.block_m} rows of {tile.block_k} are not spread by {tile.spread}"
+    if tile.spread > 1 and (tile.term_rows * tile.spread > MMA_ROWS or tile.block_k // form.block % tile.spread):
+        return f"{tile.term_rows} rows of {tile.block_k} are not spread by {tile.spread}"
     if kept_registers(form, tile) > max_kept(spec):
         return f"{kept_registers(form, tile)} registers of lhs, of {max_kept(spec)} at most"
     return None

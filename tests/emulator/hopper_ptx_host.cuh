@@ -238,15 +238,6 @@ inline void store_matrices_transposed(unsigned shared, const unsigned (&matrices
   store_matrices_to<true>(shared, matrices);
 }
 
-template <typename T>
-unsigned pack_pair(T, float first, float second) {
-  T pair[2];
-  store_pair(pair, first, second);
-  unsigned packed;
-  memcpy(&packed, pair, 4);
-  return packed;
-}
-
 // ---- warp groups
 
 template <int REGISTERS>

@@ -223,6 +223,15 @@ inline unsigned permute_bytes(unsigned first, unsigned second, unsigned selector
 inline unsigned masked_or(unsigned word, unsigned mask, unsigned others) { return (word & mask) | others; }
 
 template <typename T>
+unsigned pack_pair(T, float first, float second) {
+  T pair[2];
+  store_pair(pair, first, second);
+  unsigned packed;
+  memcpy(&packed, pair, 4);
+  return packed;
+}
+
+template <typename T>
 unsigned subtract_pair(T type, unsigned first, unsigned second) {
   T pair[2];
   for (int i = 0; i < 2; ++i) {

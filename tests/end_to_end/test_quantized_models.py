@@ -122,16 +122,25 @@ def test_operations_and_bytes_are_those_of_the_stored_weight() -> None:
     assert read == pytest.approx(cost_model.from_memory(moved, SM_90A))
 
 
-def test_activations_of_float_are_left_alone() -> None:
-    """Only the first normalisation is fused: those that add stay whole, as their products do."""
+@pytest.mark.parametrize(("fp32", "arch"), [("tf32", "sm_90a"), ("exact", "sm_90a"), ("tf32", "sm_80")])
+def test_activations_of_float_have_the_same_bits_and_verify(fp32: str, arch: str, tmp_path: Path) -> None:
+    """Every product that sm_80 or sm_90a has, in TF32 or exact, is what the model's own nodes are on the CPU."""
     model = llama(Form(4, 32), FLOAT)
-    before = [node.SerializeToString() for node in model.graph.node]
-    (first,) = (node for node in model.graph.node if node.op_type == "SimplifiedLayerNormalization")
-    written, report = onnxfuse.optimize(model, arch="sm_90a")
-    assert [(site.pattern, site.anchor) for site in report.fused] == [("normalisation", f"{first.op_type}_0")]
-    assert {site.reason for site in report.skipped} == {"quantized_fp32", "no_attention_kernel"}
-    left = [node.SerializeToString() for node in written.graph.node if node.domain != "onnxfuse"]
-    assert left == [node for node in before if node != first.SerializeToString()]
+    source, target = tmp_path / "m.onnx", tmp_path / "fused.onnx"
+    onnx.save(model, source)
+    report = onnxfuse.optimize_file(str(source), str(target), arch=arch, fp32=fp32, skip=RESIDUALS)
+    assert {"split_gemm", "gemm_epilogue"} <= {site.pattern for site in report.fused}
+    before, after = (cpu_session(each).run(None, feed(FLOAT)) for each in (model, onnx.load(target)))
+    assert all(map(np.array_equal, before, after))
+    assert command("verify", source, target).returncode == 0
+
+
+@pytest.mark.parametrize(("fp32", "terms"), [("tf32", {1, 2}), ("exact", {3})])
+def test_activations_of_float_are_sums_of_terms(fp32: str, terms: set[int]) -> None:
+    """Few rows in two terms of 8 bits, or three where all 24 bits are asked for; many rows as TF32, not exact."""
+    sites = analyse_model(llama(Form(4, 32), FLOAT), [SM_90A], fp32).sites
+    tiles = [variant.tile for site in sites if site.mapping for plan in site.plans for variant in plan.variants]
+    assert {getattr(tile, "terms", 1) for tile in tiles} == terms
 
 
 def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: Path) -> None:

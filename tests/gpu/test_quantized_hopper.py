@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.dtypes import BF16, F16
+from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED, TILES
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_hopper_kernel import launch
 from tests.helpers.kernel_problem import Size, make_spec
 from tests.helpers.quantized_cases import DEVICE, PORTABLE, QuantizedCase, problem_of, quantized_cases
-from tests.helpers.quantized_problem import quantized
+from tests.helpers.quantized_problem import math_of, quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -31,9 +31,11 @@ def large_cases() -> list[QuantizedCase]:
     """Every tile, with one part and with two; forms take turns."""
     cases = []
     for turn, tile in enumerate(TILES):
-        form = Quantization((4, 4, 8)[turn % 3], (32, 128, 64, 16)[turn % 4], turn % 2 == 1, (F16, BF16)[turn // 2 % 2])
+        form = Quantization(
+            (4, 4, 8)[turn % 3], (32, 128, 64, 16)[turn % 4], turn % 2 == 1, (F16, BF16, F32)[turn // 2 % 3]
+        )
         for parts, kind in ((1, "residual"), (2, "plain")):
-            spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, LARGE, kind), form, LARGE)
+            spec = quantized(make_spec(math_of(form), parts, "nk", PORTABLE, LARGE, kind), form, LARGE)
             if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None:
                 name = f"large-{form}-{form.scale.name}-{parts}x-{tile}".replace(" ", "-")
                 cases.append(QuantizedCase(name, spec, tile, (LARGE,)))

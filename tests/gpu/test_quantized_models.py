@@ -19,7 +19,7 @@ from onnxfuse.schedule.calibration import calibration, replaced
 from onnxfuse.verify.verify import verify
 from tests.gpu.test_ort_session import session
 from tests.helpers.matching import draw, silu
-from tests.helpers.onnx_build import BFLOAT16, FLOAT16, Builder
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder
 from tests.helpers.optimized_layers import Sizes, layers
 from tests.helpers.quantized import Form, quantized_model
 
@@ -80,7 +80,7 @@ def written(model: ModelProto, folder: Path) -> tuple[Path, Path, int]:
     return folder / "before.onnx", folder / "after.onnx", count
 
 
-@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT], ids=["f16", "bf16", "f32"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_an_mlp_is_as_good_as_stock(form: Form, dtype: int, tmp_path: Path) -> None:
     before, after, count = written(quantized_model(mlp(Builder(dtype)), form), tmp_path)

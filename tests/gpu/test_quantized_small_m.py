@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.dtypes import BF16, F16
+from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
@@ -41,16 +41,16 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every form in both types; tiles, parts, depths and operand kinds take turns."""
+    """Every form in all types; tiles, parts, depths and operand kinds take turns."""
     turn, device = 0, device_spec()
-    forms = itertools.product((F16, BF16), QUANTIZED_BITS, QUANTIZED_BLOCKS, (False, True))
+    forms = itertools.product((F16, BF16, F32), QUANTIZED_BITS, QUANTIZED_BLOCKS, (False, True))
     for dtype, bits, block, zero_points in forms:
         form = Quantization(bits, block, zero_points, dtype)
         for part_turn in range(2):
             turn += 1
             parts, kind = (2, 1 + turn // 2 % 4)[part_turn], ("plain", "residual", "mixed")[turn % 3]
             n, k = SHAPES[turn % len(SHAPES)]
-            base = quantized_spec(form, parts, tile(bits, 1, 16, 64), Size(1, n, k), kind)
+            base = quantized_spec(form, parts, tile(bits, 1, 16, 64), Size(1, n, k), kind, exact=turn % 3 == 0)
             legal = [
                 entry.tile
                 for entry in QUANTIZED_SMALL_M.candidates(base, device, k)
@@ -72,7 +72,10 @@ def every_case() -> list[Case]:
 
 
 FORMS = [
-    f"{of}-i{bits}-blocks-of-{block}" for of in ("f16", "bf16") for bits in QUANTIZED_BITS for block in QUANTIZED_BLOCKS
+    f"{of}-i{bits}-blocks-of-{block}"
+    for of in ("f16", "bf16", "f32")
+    for bits in QUANTIZED_BITS
+    for block in QUANTIZED_BLOCKS
 ]
 
 

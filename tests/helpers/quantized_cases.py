@@ -13,8 +13,8 @@ from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.kernel_family import Launch
 from onnxfuse.schedule.kernel_spec import Tile
-from tests.helpers.kernel_problem import NUMPY, Size, TiledSpec, make_spec
-from tests.helpers.quantized_problem import QuantizedProblem, make_quantized_problem, quantized
+from tests.helpers.kernel_problem import NUMPY, TF32, Size, TiledSpec, make_spec
+from tests.helpers.quantized_problem import QuantizedProblem, make_quantized_problem, math_of, quantized
 
 DEVICE = ARCHITECTURES["sm_90a"]
 PORTABLE = Tile(128, 16, 32, 2, 1, 2)  # a test's spec carries one; this kernel does not look at it
@@ -57,7 +57,9 @@ class QuantizedCase:
 
 
 def rounded(problem: QuantizedProblem) -> QuantizedProblem:
-    """The problem with the numbers that the tensor cores get: each rounded once to the type of lhs."""
+    """The problem with the numbers that the tensor cores get: each rounded once to the type of lhs, or both to TF32."""
+    if problem.spec.dtype == F32:
+        return replace(problem, rounding=2 * TF32 + TF32**2)
     for part in problem.rhs:
         part.numbers = part.numbers.astype(NUMPY[problem.spec.dtype]).astype(float)  # type: ignore[attr-defined]
     return problem
@@ -69,9 +71,9 @@ def problem_of(case: QuantizedCase, size: Size) -> QuantizedProblem:
 
 
 def quantized_cases() -> Iterator[QuantizedCase]:
-    """Every form in both types; tiles, parts, sizes and operand kinds take turns."""
+    """Every form in all types; tiles, parts, sizes and operand kinds take turns."""
     turn = 0
-    for dtype in (F16, BF16):
+    for dtype in (F16, BF16, F32):
         for bits in BITS:
             for block in BLOCKS:
                 for zero_points in (False, True):
@@ -85,7 +87,7 @@ def _apart(form: Quantization, turn: int) -> Iterator[QuantizedCase]:
     m, n, k = SIZES[(turn * 5 + 1) % len(SIZES)]
     sizes = (Size(m, n, k), Size(m + 200, n + 64, k, pad=8))
     kind = ("plain", "residual")[turn % 2]
-    spec = quantized(make_spec(form.scale.name, 2, "nk", PORTABLE, sizes[0], kind), form, sizes[0])
+    spec = quantized(make_spec(math_of(form), 2, "nk", PORTABLE, sizes[0], kind), form, sizes[0])
     tile = APART[turn // 4 % len(APART)]
     if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None:
         yield QuantizedCase(f"{form}-{form.scale.name}-{tile}-{kind}-{k}".replace(" ", "-"), spec, tile, sizes)
@@ -99,7 +101,7 @@ def _cases(form: Quantization, turn: int) -> Iterator[QuantizedCase]:
     for offset in range(2):
         m, n, k = SIZES[(turn + 3 * offset) % len(SIZES)]
         sizes = (Size(m, n, k), Size(m + 31, n + 64, k, pad=8))
-        spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, sizes[0], kind, outs), form, sizes[0])
+        spec = quantized(make_spec(math_of(form), parts, "nk", PORTABLE, sizes[0], kind, outs), form, sizes[0])
         tiles = (TILES[(turn + offset * 3 + index) % len(TILES)] for index in range(len(TILES)))
         legal = [tile for tile in tiles if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None]
         if legal:

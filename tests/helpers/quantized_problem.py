@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from onnxfuse.dtypes import U8, DType
+from onnxfuse.dtypes import F32, U8, DType
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from tests.helpers.kernel_problem import FP32, NUMPY, Bounded, Buffer, Problem, Size, TiledSpec, make_problem
@@ -34,6 +34,11 @@ def quantized(spec: TiledSpec, form: Quantization, size: Size) -> TiledSpec:
         depth=k,
         columns=size.n,
     )
+
+
+def math_of(form: Quantization, exact: bool = False) -> str:
+    """The arithmetic of activations of a form, as `KernelSpec.math` names it."""
+    return form.scale.name if form.scale != F32 else "3xtf32" if exact else "tf32"
 
 
 def _width(extent: int, most: int) -> int:
@@ -61,12 +66,14 @@ class QuantizedProblem(Problem):
         excess: the largest number that a kernel multiplies where it stands for an integer, if that is not the integer
             less its zero point: what is too much is taken from the sums of a block.
         blocks: of a persistent grid; 0 for one a tile.
+        rounding: of the factors, relative to a product.
     """
 
     scales: list[Buffer] = field(kw_only=True)
     zero_points: list[Buffer] = field(kw_only=True)
     excess: float = field(default=0.0, kw_only=True)
     blocks: int = field(default=0, kw_only=True)
+    rounding: float = field(default=0.0, kw_only=True)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -87,7 +94,8 @@ class QuantizedProblem(Problem):
         lhs = np.abs(self.lhs.values.astype(np.float64))
         magnitude = lhs @ (np.abs(rhs.values) * (self.size.k + form.blocks(self.size.k) + 1))
         left = lhs @ (np.abs(rhs.steps) * self.excess * 2 * (form.block + 2))
-        return Bounded(self.lhs.values.astype(np.float64) @ rhs.values, (magnitude + left) * FP32)
+        inputs = lhs @ np.abs(rhs.values) * self.rounding
+        return Bounded(self.lhs.values.astype(np.float64) @ rhs.values, (magnitude + left) * FP32 + inputs)
 
     def arguments(self, addresses: Sequence[int]) -> np.ndarray:
         """With pointers and pitches of scales and zero points."""

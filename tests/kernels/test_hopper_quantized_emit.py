@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from onnxfuse.dtypes import BF16, F16, DType
+from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.kernels.hopper_quantized import emit
 from onnxfuse.runtime.compile import compile_source
@@ -15,7 +15,7 @@ from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, footprint, ma
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.quantized_cases import BITS, BLOCKS, DEVICE, PORTABLE
-from tests.helpers.quantized_problem import quantized
+from tests.helpers.quantized_problem import math_of, quantized
 
 K = 4096
 FORMS = [
@@ -23,7 +23,7 @@ FORMS = [
     for bits in BITS
     for block in BLOCKS
     for zero_points in (False, True)
-    for dtype in (F16, BF16)
+    for dtype in (F16, BF16, F32)
 ]
 
 
@@ -31,7 +31,7 @@ def spec_of(
     form: Quantization, parts: int = 1, kind: str = "plain", outs: tuple[DType | None, ...] = (None,)
 ) -> TiledSpec:
     size = Size(64, 256, K)
-    return quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, size, kind, outs), form, size)
+    return quantized(make_spec(math_of(form), parts, "nk", PORTABLE, size, kind, outs), form, size)
 
 
 def legal(spec: KernelSpec) -> list[QuantizedTile]:
@@ -42,8 +42,9 @@ def legal(spec: KernelSpec) -> list[QuantizedTile]:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_has_tiles_for_few_rows_and_for_many(form: Quantization, parts: int) -> None:
     rows = {tile.block_m for tile in legal(spec_of(form, parts))}
-    # Of 8 rows a stage has 128 of k, whose zero points are one register, and four groups hold the sums of two parts.
-    assert min(rows) == (8 if parts <= 2 and 128 // form.block * form.bits <= 32 else 16)
+    # Of 8 rows a stage has 128 of k, whose zero points are one register and whose scales one load, and four groups hold
+    # the sums of two parts.
+    assert min(rows) == (8 if parts <= 2 and 128 // form.block * max(form.bits, 2 * form.scale.bytes) <= 32 else 16)
     assert max(rows) * parts >= 240
 
 
@@ -55,7 +56,7 @@ def test_boxes_and_copies_fill_a_stage(form: Quantization) -> None:
             lhs, *rhs = [rule for rule in map_rules(spec, tile) if rule is not None]
             activations = lhs.box_inner * lhs.box_outer * tile.block_k // lhs.box_inner * spec.dtype.bytes
             held = activations + sum(rule.box_inner * rule.box_outer for rule in rhs)
-            held += parts * tile.block_n * max(tile.block_k // form.block, 2) * form.scale.bytes
+            held += parts * tile.block_n * max(tile.block_k // form.block * form.scale.bytes, 4)
             held += parts * tile.block_n * 4 * form.zero_points
             layout = footprint(spec, tile, DEVICE.shared_bytes)
             assert held <= layout.stage == stage_bytes(spec, tile) < held + 1024

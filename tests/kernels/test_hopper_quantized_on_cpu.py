@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.dtypes import F16
+from onnxfuse.dtypes import BF16, F16
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from tests.helpers.kernel_problem import Size, make_spec
@@ -17,8 +17,12 @@ from tests.helpers.quantized_problem import quantized
 from tests.kernels.test_hopper_on_cpu import build, launch
 
 EVERY = list(quantized_cases())
-# Every form in one type or the other, and some gates with parts apart; the GPU runs all.
-FORMS = {replace(form, scale=F16): case for case in reversed(EVERY[::2]) if (form := case.spec.quantization)}
+# Every form in one type of 16 bits or the other, and in fp32; and some gates with parts apart. The GPU runs all.
+FORMS = {
+    replace(form, scale=F16 if form.scale == BF16 else form.scale): case
+    for case in reversed(EVERY[::2])
+    if (form := case.spec.quantization)
+}
 CASES = [*FORMS.values(), *[case for case in EVERY if case.tile.apart][::4]]
 SHARED = [QuantizedTile(8, 64, 64, groups=1, k_groups=4), QuantizedTile(16, 128, 64, k_groups=2, splits=2)]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
-from onnxfuse.dtypes import BF16, F16
+from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.limits import QUANTIZED_BITS as BITS
@@ -20,15 +20,16 @@ from onnxfuse.limits import QUANTIZED_BLOCKS as BLOCKS
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M, spread_of
-from onnxfuse.schedule.quantized_small_m_tile import PIECE_BYTES, QuantizedSmallMTile
+from onnxfuse.schedule.quantized_small_m_tile import PIECE_BYTES, TERMS, QuantizedSmallMTile
 from tests.helpers.all_lanes_arrive import with_all_lanes
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
-from tests.helpers.quantized_problem import Packed, QuantizedProblem, make_quantized_problem, quantized
+from tests.helpers.quantized_problem import Packed, QuantizedProblem, make_quantized_problem, math_of, quantized
 from tests.helpers.thinning import Taken
 from tests.kernels.test_portable_on_cpu import build_source, launch, moved
 
 SM_90A = ARCHITECTURES["sm_90a"]
-EXCESS = {"f16": 1024 + 255, "bf16": 128 + 15}  # what unpacking leaves in an integer, at most
+EXCESS = {"f16": 1024 + 255, "bf16": 128 + 15, "f32": 128 + 15}  # what unpacking leaves in an integer, at most
+ROUNDING = {"tf32": 2.0**-16}  # two terms of 8 bits; of three, none
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,27 @@ class Case:
     tile: QuantizedSmallMTile
     sizes: tuple[Size, ...]
     kind: str = "residual"
+    exact: bool = False
 
     @property
     def spec(self) -> TiledSpec:
-        return quantized_spec(self.form, self.parts, self.tile, self.sizes[0], self.kind)
+        return quantized_spec(self.form, self.parts, self.tile, self.sizes[0], self.kind, self.exact)
 
     def __str__(self) -> str:
-        return f"{self.form.scale.name} {self.form}, {self.parts} parts, k {self.sizes[0].k}"
+        return f"{math_of(self.form, self.exact)} {self.form}, {self.parts} parts, k {self.sizes[0].k}"
 
 
-def quantized_spec(form: Quantization, parts: int, tile: QuantizedSmallMTile, size: Size, kind: str) -> TiledSpec:
-    lhs_width = int(np.gcd(size.k, 8))
-    spec = make_spec(form.scale.name, parts, "nk", tile, size, kind, narrow=True)
+def quantized_spec(
+    form: Quantization, parts: int, tile: QuantizedSmallMTile, size: Size, kind: str, exact: bool = False
+) -> TiledSpec:
+    tile = replace(tile, terms=TERMS[math_of(form, exact)])
+    lhs_width = int(np.gcd(size.k, PIECE_BYTES // form.scale.bytes))
+    spec = make_spec(math_of(form, exact), parts, "nk", tile, size, kind, narrow=True)
     return quantized(replace(spec, lhs_width=lhs_width), form, size)
 
 
 def problem_of(spec: TiledSpec, size: Size) -> QuantizedProblem:
-    return make_quantized_problem(spec, size, EXCESS[spec.dtype.name])
+    return replace(make_quantized_problem(spec, size, EXCESS[spec.dtype.name]), rounding=ROUNDING.get(spec.math, 0.0))
 
 
 def tile(bits: int, rows: int, columns: int, step: int, stages: int = 2, slots: int = 2) -> QuantizedSmallMTile:
@@ -110,7 +115,23 @@ def kept_in_registers() -> Iterator[Case]:
         yield Case(form, part_count, kept, (Size(count, 35, k), Size(2 * count + 1, 16, k)))
 
 
-CASES = [*every_form(), *other_depths(), *kept_in_registers()]
+def of_fp32() -> Iterator[Case]:
+    """Every form, in two terms and in three; rows in shared memory, and kept in registers."""
+    rows, parts = itertools.cycle((1, 2, 4, 5, 8)), itertools.cycle((1, 2, 1, 3))
+    depths = itertools.cycle((520, 264, 1064, 130))
+    for bits, block, zero_points in itertools.product(BITS, BLOCKS, (False, True)):
+        form, count, k, part_count = Quantization(bits, block, zero_points, F32), next(rows), next(depths), next(parts)
+        exact = count % 2 == 1
+        ring = tile(bits, count, {1: 32, 2: 8, 3: 16}[part_count], 64, 2, 3)
+        sizes = (Size(count, 35, k), Size(2 * count + 1, 16, k))
+        yield Case(form, part_count, ring, sizes, exact=exact)
+        if form.block_bytes >= PIECE_BYTES:
+            ring = replace(ring, block_m=min(count, 8 // (2 + exact)), terms=2 + exact)
+            kept = replace(ring, lhs_slots=0, kept_steps=1 + count % 2, spread=spread_of(ring, form))
+            yield Case(form, part_count, kept, sizes, exact=exact)
+
+
+CASES = [*every_form(), *other_depths(), *kept_in_registers(), *of_fp32()]
 
 
 @pytest.mark.one_in(24)
@@ -132,7 +153,9 @@ def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
-@pytest.mark.parametrize("form", [Quantization(bits, 32, True, of) for bits in BITS for of in (F16, BF16)], ids=str)
+@pytest.mark.parametrize(
+    "form", [Quantization(bits, 32, True, of) for bits in BITS for of in (F16, BF16, F32)], ids=str
+)
 def test_every_byte_is_unpacked(form: Quantization, tmp_path: Path) -> None:
     """Rows of lhs with a single one each: every number of the weight comes out by itself, rounded once."""
     size = Size(32, 48, 256)
@@ -187,14 +210,12 @@ def test_all_lanes_may_arrive(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*(out.view(np.uint8) for out in outs))
 
 
-def candidate_kernels(device: DeviceSpec) -> Iterator[TiledSpec]:
+def candidate_kernels(device: DeviceSpec, types: tuple[DType, ...]) -> Iterator[TiledSpec]:
     """Half of the tiles of each form, depth and epilogue, in turn."""
     turns = itertools.count()
     forms = itertools.cycle(
         Quantization(bits, block, zero_points, of)
-        for bits, (block, zero_points), of in itertools.product(
-            BITS, ((32, False), (16, True), (128, True)), (F16, BF16)
-        )
+        for bits, (block, zero_points), of in itertools.product(BITS, ((32, False), (16, True), (128, True)), types)
     )
     for parts, kind in ((1, "residual"), (2, "plain"), (2, "mixed"), (3, "plain"), (4, "plain")):
         for k in (4096, 14336):
@@ -209,7 +230,7 @@ def candidate_kernels(device: DeviceSpec) -> Iterator[TiledSpec]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_candidates_need_no_local_memory(arch: str, taken: Taken) -> None:
     device = ARCHITECTURES[arch]
-    specs = taken(list(candidate_kernels(device)), 24)
+    specs = taken([*candidate_kernels(device, (F16, BF16)), *candidate_kernels(device, (F32,))], 24)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), device), specs))
     for spec, image in zip(specs, images, strict=True):
@@ -235,7 +256,8 @@ FORM = Quantization(4, 32, False, F16)
     ("changed", "reason"),
     [
         ({"quantization": None}, "not quantized"),
-        ({"math": "tf32"}, "no kernel for tf32"),
+        ({"math": "tf32"}, "2 terms of tf32"),
+        ({"tile": replace(tile(4, 1, 16, 64), terms=2)}, "1 terms of f16"),
         ({"lhs_order": "km"}, "contiguous axis"),
         ({"tile": tile(4, 1, 8, 64)}, "multiple of 16"),
         ({"tile": tile(4, 1, 16, 16)}, "multiple of 32 bytes"),

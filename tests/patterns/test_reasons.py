@@ -189,7 +189,7 @@ CASES = {
 }  # fmt: skip
 # ONNX's checker finds a contradiction first, and every architecture that is known has room for the smallest tile.
 # test_behind_product.py and test_tuning.py; test_op_names.py; test_quantized.py; test_quantized_models.py
-ELSEWHERE = {"slower", "slower_elsewhere", "too_many_bodies", "quantized_form", "quantized_fp32"}
+ELSEWHERE = {"slower", "slower_elsewhere", "too_many_bodies", "quantized_form"}
 OF_ATTENTION = {"no_attention_kernel", "probability_is_read", "score_is_read"}  # test_attention.py
 UNREACHED = {"invalid_model", "no_tile_fits"}
 

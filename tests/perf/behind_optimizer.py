@@ -44,9 +44,11 @@ CHAIN = 8  # normalisations in one graph
 MOST_APART = 2.0**-5  # of the largest output: both sides round in fp16, layer by layer
 
 
-def captured(path: Path, shape: Sequence[int], runs: int = 1) -> tuple[Capture, np.ndarray]:
+def captured(
+    path: Path, shape: Sequence[int], runs: int = 1, dtype: type[np.floating] = np.float16
+) -> tuple[Capture, np.ndarray]:
     """A model's runs, one behind the other, as one CUDA graph, and its first output."""
-    drawn = np.random.default_rng(1).standard_normal(1 << 20, np.float32).astype(np.float16)
+    drawn = np.random.default_rng(1).standard_normal(1 << 20, np.float32).astype(dtype)
     contender, stream = warm(path, {"x": np.resize(drawn, shape)}, "cuda")
     output = next(iter(contender.outputs().values()))
     return capture(stream, several(contender.submit, runs)), output.numpy().astype(np.float32)

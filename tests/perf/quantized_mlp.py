@@ -3,7 +3,8 @@
 Two MLPs of a model of 8 billion parameters, 4096 -> 2 x 14336 -> 4096 with SiLU and residual, one behind the other, so
 that no cache holds the weights; microseconds of one. Stock ONNX Runtime in both of its modes (ORT_FPA_INTB_GEMM), the
 same in fp16 with and without onnxfuse, and the fused model with few-bit weights; of each several runs are captured in a
-CUDA graph, of 200 microseconds and more, and replayed in turn. The fused model's output is compared with stock's.
+CUDA graph, of 200 microseconds and more, and replayed in turn. The fused model's output is compared with stock's. Of
+the last form activations are fp32, and so is what it is beside.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from onnx import ModelProto
 import onnxfuse
 from onnxfuse.device import spec_of
 from onnxfuse.runtime import driver
+from tests.helpers.onnx_build import FLOAT, FLOAT16
 from tests.helpers.optimized_layers import Layers, Sizes
 from tests.helpers.quantized import Form, nbits_node
 from tests.perf.behind_optimizer import captured
@@ -30,10 +32,12 @@ from tests.perf.result_file import write_result
 
 SIZES = Sizes(4096, 14336, 32, 8)
 ROWS = (1, 4, 16, 64, 300, 2048)
+OF_FP32 = "4 bits, blocks of 32, fp32"
 FORMS = {
     "4 bits, blocks of 32": Form(),
     "4 bits, blocks of 128, zero points": Form(4, 128, True),
     "8 bits, blocks of 32": Form(8, 32),
+    OF_FP32: Form(),
 }
 COUNT = 2  # MLPs
 LONG_ENOUGH = 300  # rows from which one run takes 200 microseconds
@@ -42,10 +46,10 @@ MODE = "ORT_FPA_INTB_GEMM"
 
 
 class Mlp(Layers):
-    """Builds MLPs whose weights are of few bits, or of fp16 without a form."""
+    """Builds MLPs whose weights are of few bits, or of the activations' type without a form."""
 
-    def __init__(self, form: Form | None) -> None:
-        super().__init__(SIZES)
+    def __init__(self, form: Form | None, dtype: int = FLOAT16) -> None:
+        super().__init__(SIZES, dtype)
         self.form = form
 
     def product(self, x: str, k: int, n: int) -> str:
@@ -55,7 +59,7 @@ class Mlp(Layers):
         form, blocks, out = self.form, k // self.form.block, f"v{len(self.nodes)}_0"
         drawn = np.random.default_rng(n).integers(0, 256, 1 << 20, np.uint8)
         codes = np.resize(drawn, (n, blocks, form.block * form.bits // 8))
-        scales = np.resize(np.abs(self._drawn) * (1 / 2**form.bits / k**0.5), (n, blocks)).astype(np.float16)
+        scales = np.resize(np.abs(self._drawn) * (1 / 2**form.bits / k**0.5), (n, blocks)).astype(self.numpy)
         arrays = [codes, scales]
         if form.zero_points:
             arrays.append(np.full((n, blocks * form.bits // 8), 0x88, np.uint8))
@@ -64,8 +68,8 @@ class Mlp(Layers):
         return out
 
 
-def mlps(form: Form | None) -> ModelProto:
-    b = Mlp(form)
+def mlps(form: Form | None, dtype: int) -> ModelProto:
+    b = Mlp(form, dtype)
     x = b.input("x", ("rows", SIZES.width))
     for _ in range(COUNT):
         gate, up = (b.product(x, SIZES.width, SIZES.hidden) for _ in range(2))
@@ -73,39 +77,50 @@ def mlps(form: Form | None) -> ModelProto:
     return b.finished(x)
 
 
-def timed(paths: dict[str, Path], rows: int) -> dict[str, Any]:
+def timed(paths: dict[str, Path], rows: int, dtype: type[np.floating]) -> dict[str, Any]:
     """Microseconds of one MLP, by the model's name, and how far the fused output is from stock's."""
     count = RUNS if rows < LONG_ENOUGH else 1
     runs, outputs = {}, {}
     for name, path in paths.items():
         os.environ[MODE] = "1" if name == "stock, its mode" else "0"
-        runs[name], outputs[name] = captured(path, (rows, SIZES.width), count)
+        runs[name], outputs[name] = captured(path, (rows, SIZES.width), count, dtype)
     times = in_turn([run.seconds for run in runs.values()])
     stock, fused = outputs["stock"], outputs["fused"]
     apart = float(np.abs(fused - stock).max() / np.abs(stock).max())
     return {name: seconds * 1e6 / COUNT / count for name, seconds in zip(runs, times, strict=True)} | {"apart": apart}
 
 
+def prepared(folder: Path, form: str, arch: str) -> tuple[dict[str, Path], int]:
+    """The models of a form, and how many sites of it are fused."""
+    dtype, plain = (FLOAT, "fp32") if form == OF_FP32 else (FLOAT16, "fp16")
+    names = ("stock", "stock, its mode", "fused", plain, f"{plain} fused")
+    paths = {name: folder / f"{form}.{name}.onnx" for name in names}
+    onnx.save(mlps(FORMS[form], dtype), paths["stock"])
+    paths["stock, its mode"] = paths["stock"]
+    onnx.save(mlps(None, dtype), paths[plain])
+    onnxfuse.optimize_file(paths[plain], paths[f"{plain} fused"], arch=arch)
+    report = onnxfuse.optimize_file(paths["stock"], paths["fused"], arch=arch)
+    return paths, len(report.fused)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
-    parser.add_argument("--forms", type=int, default=len(FORMS), help="how many of the forms")
+    parser.add_argument("--form", action="append", choices=FORMS, help="only these forms")
     options = parser.parse_args()
     arch = spec_of(driver.local_architectures()[0]).arch
     result: dict[str, Any] = origin("python -m tests.perf.quantized_mlp --out results/h200-quantized.json")
     result["rows"] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plain, plain_fused = folder / "fp16.onnx", folder / "fp16.fused.onnx"
-        onnx.save(mlps(None), plain)
-        onnxfuse.optimize_file(plain, plain_fused, arch=arch)
-        for form in list(FORMS)[: options.forms]:
-            stock, fused = folder / "stock.onnx", folder / "fused.onnx"
-            onnx.save(mlps(FORMS[form]), stock)
-            report = onnxfuse.optimize_file(stock, fused, arch=arch, force=True)
-            paths = {"stock": stock, "stock, its mode": stock, "fused": fused, "fp16": plain, "fp16 fused": plain_fused}
+        for form in options.form or FORMS:
+            paths, sites = prepared(Path(name), form, arch)
             for rows in ROWS:
-                row = {"form": form, "m": rows, "sites": len(report.fused), **timed(paths, rows)}
+                row = {
+                    "form": form,
+                    "m": rows,
+                    "sites": sites,
+                    **timed(paths, rows, np.float32 if form == OF_FP32 else np.float16),
+                }
                 result["rows"].append(row)
                 write_result(options.out, result)
                 figures = (f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))

@@ -265,6 +265,18 @@ __device__ __forceinline__ unsigned masked_or(unsigned word, unsigned mask, unsi
   return result;
 }
 
+// Two neighbours in one register, rounded to nearest even.
+__device__ __forceinline__ unsigned pack_pair(__half, float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+__device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
 // Two numbers less two others.
 __device__ __forceinline__ unsigned subtract_pair(__half, unsigned first, unsigned second) {
   unsigned result;

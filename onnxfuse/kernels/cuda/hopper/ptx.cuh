@@ -143,18 +143,6 @@ __device__ __forceinline__ unsigned scaled_pair(__nv_bfloat16, unsigned numbers,
   return scaled;
 }
 
-// Two neighbours in one register, rounded to nearest even.
-__device__ __forceinline__ unsigned pack_pair(__half, float first, float second) {
-  unsigned packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
-}
-__device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float first, float second) {
-  unsigned packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
-}
-
 // ---- warp groups
 
 template <int REGISTERS>

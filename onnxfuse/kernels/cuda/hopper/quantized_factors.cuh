@@ -5,18 +5,20 @@
 //
 //   a stage    activations [BLOCK_K / 64][BLOCK_N][128 bytes], swizzled; then of each part [BLOCK_M][PACKED_BYTES],
 //              swizzled over as many bytes; then of each part [BLOCK_M][SCALE_BYTES], and [BLOCK_M][4 bytes] of zero points
-//   a chunk    16 bytes of a packed row: 32 elements of k in 4 bits, 16 in 8. While the tensor cores multiply one chunk,
-//              the threads convert the next
+//   a chunk    16 bytes of a packed row: 32 elements of k in 4 bits, 16 in 8; of fp32, whose fragments take twice the
+//              registers, 8 bytes. While the tensor cores multiply one chunk, the threads convert the next
 //   scales     and zero points are copied by a warp of their own, as far ahead as there are stages
 //
 // A thread's fragment of 16 k is k = 2t, 2t+1, 2t+8, 2t+9 of rows g and g + 8, with t the lane in its quad and g the quad:
-// in 4 bits one byte of two words, which all four lanes of a quad load.
+// in 4 bits one byte of two words, which all four lanes of a quad load. Of fp32, which is multiplied as TF32, it is of 8 k
+// those of t and t + 4: the t-th 4 bits of either half of a word.
 //
 // With parts apart (APART) each group multiplies one part by twice as many rows of activations, which halves what is
 // converted for a wgmma; then the groups exchange sums, such that each has both parts of half of the rows.
 //
 // Integers become numbers by bits alone: an integer in the last bits of 1024 or 64, or of 128 in bf16, is added to it; the
-// same number with the zero point is subtracted, exactly, and the product with the scale is rounded once.
+// same number with the zero point is subtracted, exactly, and the product with the scale is rounded once (of fp32 twice: the
+// tensor cores would cut it off).
 #pragma once
 #include "hopper/ring.cuh"
 
@@ -28,16 +30,19 @@ constexpr int ATOM_BYTES = TILE_COLUMNS * ROW_BYTES;
 constexpr int ACTIVATION_BYTES = BLOCK_K / ATOM_K * ATOM_BYTES;
 constexpr int PACKED_BYTES = BLOCK_K * BITS / 8;            // of a row of the weight
 constexpr int PART_BYTES = BLOCK_M * PACKED_BYTES;
-constexpr int CHUNK_BYTES = 16;
+constexpr bool IS_FP32 = sizeof(Element) == 4;
+constexpr int CHUNK_BYTES = IS_FP32 ? 8 : 16;
+constexpr int CHUNK_WORDS = CHUNK_BYTES / 4;
 constexpr int CHUNKS = PACKED_BYTES / CHUNK_BYTES;
 constexpr int CHUNK_K = BLOCK_K / CHUNKS;
 constexpr int CHUNK_STEPS = CHUNK_K / STEP_K;
 constexpr int OWN_PARTS = APART ? 1 : PARTS;                // of a group
 constexpr int UNITS = OWN_PARTS * SUBTILES;                 // wgmma of one k of a group
 constexpr int STAGE_BLOCKS = BLOCK_K > QUANTIZED_BLOCK ? BLOCK_K / QUANTIZED_BLOCK : 1;
-constexpr int SCALES = STAGE_BLOCKS > 2 ? STAGE_BLOCKS : 2;  // of a row in a stage: pairs, the first with an even number
+constexpr int WORD_SCALES = 4 / sizeof(Element);
+constexpr int SCALES = STAGE_BLOCKS > WORD_SCALES ? STAGE_BLOCKS : WORD_SCALES;  // of a row in a stage: whole words
 constexpr int SCALE_BYTES = SCALES * sizeof(Element);
-constexpr int SCALE_WORDS = SCALES / 2;
+constexpr int SCALE_WORDS = SCALES / WORD_SCALES;
 constexpr int SCALE_COPY = SCALES_WIDTH < SCALES ? SCALES_WIDTH : SCALES;
 constexpr int ZERO_BYTES = STAGE_BLOCKS * BITS > 8 ? STAGE_BLOCKS * BITS / 8 : 1;
 constexpr int ZERO_PITCH = 4;
@@ -52,7 +57,7 @@ constexpr int ZEROS_OFFSET = SCALES_OFFSET + STAGE_ROWS * SCALE_BYTES;
 constexpr int STAGE_END = ZEROS_OFFSET + (ZERO_POINTS ? STAGE_ROWS * ZERO_PITCH : 0);
 constexpr bool PREPARES = true;
 
-static_assert(SWAPPED && sizeof(Element) == 2, "the weight is the M side, of 16 bits in registers");
+static_assert(SWAPPED && SCALE_WORDS <= 4, "the weight is the M side; one load of scales");
 static_assert(STAGE_BYTES == (STAGE_END + 1023) / 1024 * 1024, "footprint and kernel agree");
 static_assert(TEAMS == 1, "one warp prepares the stages, one brings the slabs of all groups");
 static_assert(PACKED_BYTES >= 32 && PACKED_BYTES <= 128 && ZERO_BYTES <= 4, "a span of TMA's swizzles");
@@ -160,7 +165,7 @@ __device__ __forceinline__ void prepare(const OnnxfuseArguments& args, unsigned 
       const unsigned stage = shared + ring.stage * STAGE_BYTES;
       const int first = (first_k + step * BLOCK_K) / QUANTIZED_BLOCK;
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
-      scales.copy<SCALE_BYTES>(stage + SCALES_OFFSET, (first & ~1) * int(sizeof(Element)), scales_bytes);
+      scales.copy<SCALE_BYTES>(stage + SCALES_OFFSET, first / WORD_SCALES * 4, scales_bytes);
       if constexpr (ZERO_POINTS) {
         zeros.copy<ZERO_PITCH>(stage + ZEROS_OFFSET, first * BITS / 8 / ZERO_SPAN * ZERO_SPAN, zeros_bytes);
       }
@@ -170,7 +175,7 @@ __device__ __forceinline__ void prepare(const OnnxfuseArguments& args, unsigned 
   }
 }
 
-// Of a thread's rows, the scales and zero points of one stage, two scales in a word; the zero point of the stage's first
+// Of a thread's rows, the scales and zero points of one stage, of 16 bits two scales in a word; the zero point of the stage's first
 // block lies in the last bits.
 struct StageScales {
   unsigned scales[UNITS][2][SCALE_WORDS];
@@ -184,7 +189,7 @@ struct StageScales {
       for (int half = 0; half < 2; ++half) {
         const int own = row + unit % OWN_PARTS * BLOCK_M + unit / OWN_PARTS * GROUP_WGMMA_ROWS + half * 8;
         load_words(scales[unit][half], stage + SCALES_OFFSET + own * SCALE_BYTES);
-        if (STAGE_BLOCKS == 1 && first % 2) scales[unit][half][0] >>= 16;
+        if (STAGE_BLOCKS == 1 && first % WORD_SCALES != 0) scales[unit][half][0] >>= 16;
         if constexpr (ZERO_POINTS) {
           zeros[unit][half] =
               load_shared_word(stage + ZEROS_OFFSET + own * ZERO_PITCH) >> first * BITS % (ZERO_WORDS ? 32 : 8);
@@ -196,71 +201,102 @@ struct StageScales {
 
 // ---- conversion
 
-// How integers of BITS become a pair of T. `take` leaves two integers in the last bits of `MAGIC`'s numbers; `zero` is what
-// those numbers are with a zero point.
+// What a thread needs of a row to convert elements of one block: of pairs, of which the instruction takes one scale for both;
+// of fp32 one each.
+struct RowScale {
+  unsigned zero, scale;
+};
+
+constexpr unsigned INTEGERS_OF_FP32 = 0x4b000000;  // 2^23, whose last bits are whole numbers
+
+// (number - zero) * scale, of a number whose last bits are those of an integer.
+__device__ __forceinline__ float scaled(unsigned number, unsigned zero, unsigned scale) {
+  return (__uint_as_float(number) - __uint_as_float(zero)) * __uint_as_float(scale);
+}
+
+// How integers of BITS, in the words of eight elements, become what a register holds of a thread's elements. `selector` says
+// which of them are lane t's; `zero` is what numbers are with a zero point; `scale` takes that of a block of a word.
 template <typename T>
 struct Conversion;
 
+// Elements 2t and 2t + 1: of 4 bits, byte t twice, of 8 bits, bytes 2t and 2t + 1 of both words. `take` leaves two integers in
+// the last bits of MAGIC's numbers.
 template <>
 struct Conversion<__half> {
-  static constexpr bool IN_FP32 = false, SHIFTED = false;
   static constexpr unsigned MAGIC = BITS == 4 ? 0x54006400 : 0x64006400;  // 64 and 1024, of which 4 bits end 4 bits higher
   static constexpr unsigned MASK = BITS == 4 ? 0x00f0000f : 0x00ff00ff;
 
-  static __device__ __forceinline__ unsigned take(unsigned low, unsigned high, unsigned selector) {
-    return masked_or(permute_bytes(low, high, selector), MASK, MAGIC);
+  static __device__ __forceinline__ unsigned selector(unsigned t) {
+    return BITS == 8 ? 2 * t | (2 * t + 1) << 8 : t | t << 8;
   }
   static __device__ __forceinline__ unsigned zero(unsigned point) { return MAGIC | point | point << (BITS == 4 ? 20 : 16); }
+  static __device__ __forceinline__ unsigned scale(unsigned word, int block) { return twice(__half(), word, block % 2); }
+  static __device__ __forceinline__ unsigned convert(const unsigned* words, int, const RowScale& row, unsigned selector) {
+    const unsigned bytes = permute_bytes(words[0], BITS == 8 ? words[1] : 0, selector);
+    return scaled_pair(__half(), masked_or(bytes, MASK, MAGIC), row.zero, row.scale);
+  }
 };
 
+// The same; but bf16 has no 4 bits above 4 bits, so byte t is taken of a word and of the same one shifted, and no integers of
+// more than 8 bits, so those become fp32 on the way.
 template <>
 struct Conversion<__nv_bfloat16> {
-  static constexpr bool IN_FP32 = BITS == 8;  // bf16 has no integers of more than 8 bits
-  static constexpr bool SHIFTED = true;       // nor 4 bits above 4 bits
-  static constexpr unsigned MAGIC = 0x43004300;
-  static constexpr unsigned MASK = 0x000f000f;
+  static constexpr bool IN_FP32 = BITS == 8;
+  static constexpr unsigned MAGIC = 0x43004300, MASK = 0x000f000f;
 
-  static __device__ __forceinline__ unsigned take(unsigned low, unsigned high, unsigned selector) {
-    return masked_or(permute_bytes(low, high, selector), MASK, MAGIC);
+  static __device__ __forceinline__ unsigned selector(unsigned t) {
+    return BITS == 8 ? 2 * t | (2 * t + 1) << 8 : t | (4 + t) << 8;
   }
-  static __device__ __forceinline__ unsigned zero(unsigned point) { return MAGIC | point | point << 16; }
+  static __device__ __forceinline__ unsigned zero(unsigned point) {
+    return IN_FP32 ? INTEGERS_OF_FP32 | point : MAGIC | point | point << 16;
+  }
+  static __device__ __forceinline__ unsigned scale(unsigned word, int block) {
+    return IN_FP32 ? (block % 2 ? word & 0xffff0000 : word << 16) : twice(__nv_bfloat16(), word, block % 2);
+  }
+  static __device__ __forceinline__ unsigned convert(const unsigned* words, int, const RowScale& row, unsigned selector) {
+    const unsigned bytes = permute_bytes(words[0], BITS == 8 ? words[1] : words[0] >> 4, selector);
+    if constexpr (IN_FP32) {
+      const float low = scaled(permute_bytes(bytes, INTEGERS_OF_FP32, 0x7440), row.zero, row.scale);
+      const float high = scaled(permute_bytes(bytes, INTEGERS_OF_FP32, 0x7442), row.zero, row.scale);
+      return pack_pair(__nv_bfloat16(), low, high);
+    } else {
+      return scaled_pair(__nv_bfloat16(), masked_or(bytes, MASK, MAGIC), row.zero, row.scale);
+    }
+  }
+};
+
+// Element t or t + 4, as TF32: of 4 bits, those that a shift leaves in the last bits of either half of a word; of 8 bits, byte
+// t of either word.
+template <>
+struct Conversion<float> {
+  static constexpr unsigned HIGH_INTEGERS = 0x43000000;  // 128, whose whole numbers end 16 bits higher
+
+  static __device__ __forceinline__ unsigned selector(unsigned t) { return BITS == 8 ? 0x7440 | t : 4 * t; }
+  static __device__ __forceinline__ unsigned zero(unsigned point) { return INTEGERS_OF_FP32 | point; }
+  static __device__ __forceinline__ unsigned scale(unsigned word, int) { return word; }
+  static __device__ __forceinline__ unsigned convert(const unsigned* words, int four, const RowScale& row,
+                                                     unsigned selector) {
+    unsigned number, zero = row.zero;
+    if (BITS == 8) {
+      number = permute_bytes(words[four], INTEGERS_OF_FP32, selector);
+    } else if (four == 0) {
+      number = masked_or(words[0] >> selector, 0x0000000f, INTEGERS_OF_FP32);
+    } else {
+      number = masked_or(words[0] >> selector, 0x000f0000, HIGH_INTEGERS);
+      zero = (row.zero & 15) << 16 | HIGH_INTEGERS;
+    }
+    unsigned element = __float_as_uint(scaled(number, zero, row.scale));
+    round_to_tf32(element);
+    return element;
+  }
 };
 
 using Converted = Conversion<Element>;
 
-// What a thread needs of a row to convert elements of one block.
-struct RowScale {
-  unsigned zero, scale;  // of a pair, of which the instruction takes one scale for both; of fp32 one each
-
-  __device__ __forceinline__ RowScale(const StageScales& stage, int unit, int half, int block) {
-    const unsigned pair = stage.scales[unit][half][block / 2];
-    unsigned point = 1u << (BITS - 1);
-    if constexpr (ZERO_POINTS) point = stage.zeros[unit][half] >> block * BITS & ((1u << BITS) - 1);
-    zero = Converted::IN_FP32 ? 0x4b000000 | point : Converted::zero(point);
-    scale = Converted::IN_FP32 ? (block % 2 ? pair & 0xffff0000 : pair << 16) : twice(Element(), pair, block % 2);
-  }
-};
-
-// Which bytes of two words a thread takes: of 4 bits, byte t twice, or of a word and of the same one shifted; of 8 bits,
-// bytes 2t and 2t + 1.
-__device__ __forceinline__ unsigned byte_selector() {
-  const unsigned t = threadIdx.x % 4;
-  if (BITS == 8) return 2 * t | (2 * t + 1) << 8;
-  return t | (Converted::SHIFTED ? 4 + t : t) << 8;
-}
-
-// Elements 2t and 2t + 1 of eight: those of one word in 4 bits, of two words in 8.
-__device__ __forceinline__ unsigned convert(const unsigned* words, const RowScale& row, unsigned selector) {
-  if constexpr (Converted::IN_FP32) {
-    const unsigned pair = permute_bytes(words[0], words[1], selector);
-    const float zero = __uint_as_float(row.zero), scale = __uint_as_float(row.scale);
-    const float low = __uint_as_float(permute_bytes(pair, 0x4b000000, 0x7440)) - zero;
-    const float high = __uint_as_float(permute_bytes(pair, 0x4b000000, 0x7442)) - zero;
-    return pack_pair(Element(), low * scale, high * scale);
-  } else {
-    const unsigned other = BITS == 8 ? words[1] : Converted::SHIFTED ? words[0] >> 4 : 0;
-    return scaled_pair(Element(), Converted::take(words[0], other, selector), row.zero, row.scale);
-  }
+__device__ __forceinline__ RowScale row_scale(const StageScales& stage, int unit, int half, int block) {
+  unsigned point = 1u << (BITS - 1);
+  if constexpr (ZERO_POINTS) point = stage.zeros[unit][half] >> block * BITS & ((1u << BITS) - 1);
+  return {Converted::zero(point), Converted::scale(stage.scales[unit][half][block / WORD_SCALES], block)};
 }
 
 // ---- consumers
@@ -275,21 +311,23 @@ template <int CHUNK>
 __device__ __forceinline__ void convert_chunk(Fragments& target, unsigned row, unsigned swizzle,
                                               const StageScales& scales, unsigned selector) {
   constexpr int WORDS = BITS == 4 ? 1 : 2;  // of eight elements
+  constexpr int EIGHTS = STEP_K / 8;        // of a step, whose two registers of a row may have one each
   const unsigned chunk = row + (CHUNK * CHUNK_BYTES ^ swizzle);
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
     const int first = (unit % OWN_PARTS * BLOCK_M + unit / OWN_PARTS * GROUP_WGMMA_ROWS) * PACKED_BYTES;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      unsigned words[4];
+      unsigned words[CHUNK_WORDS];
       load_words(words, chunk + first + half * 8 * PACKED_BYTES);
 #pragma unroll
       for (int step = 0; step < CHUNK_STEPS; ++step) {
-        const RowScale scale(scales, unit, half, (CHUNK * CHUNK_K + step * STEP_K) / QUANTIZED_BLOCK % STAGE_BLOCKS);
+        const int block = (CHUNK * CHUNK_K + step * STEP_K) / QUANTIZED_BLOCK % STAGE_BLOCKS;
+        const RowScale scale = row_scale(scales, unit, half, block);
 #pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          const unsigned* own = words + (step * 2 + eight) * WORDS;
-          target.words[step][unit][eight * 2 + half] = convert(own, scale, selector);
+        for (int pair = 0; pair < 2; ++pair) {
+          const unsigned* own = words + (step * EIGHTS + pair * (EIGHTS - 1)) * WORDS;
+          target.words[step][unit][pair * 2 + half] = Converted::convert(own, pair, scale, selector);
         }
       }
     }
@@ -322,7 +360,7 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
   const int own = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS + threadIdx.x % WARP_SIZE / 4;
   const unsigned row = ACTIVATION_BYTES + own * PACKED_BYTES;
   const unsigned swizzle = (own * PACKED_BYTES / 128 & (PACKED_BYTES / 16 - 1)) * 16;
-  const unsigned selector = byte_selector();
+  const unsigned selector = Converted::selector(threadIdx.x % 4);
   Fragments fragments[2];
   int previous = 0;
   if constexpr (K_GROUPS > 1) ring.skip(work.k_group);

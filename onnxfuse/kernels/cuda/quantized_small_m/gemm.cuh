@@ -1,6 +1,8 @@
 // One block computes out[BLOCK_M, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[BLOCK_M, k] *
 // rhs_p[k, BLOCK_N] for few rows, as in decoding, where rhs is stored as integers of 4 or 8 bits and a scale for each
-// block of k (ir/quantization.py). The time is that of reading rhs once. For 16-bit types, on sm_80 and later.
+// block of k (ir/quantization.py). The time is that of reading rhs once. On sm_80 and later; a row of fp32 is TERMS rows of
+// bf16, whose sum it is, as the mma sees it: twice 8 bits are more than TF32 has, three times all of fp32's. Integers of a
+// weight are exact in bf16, and its scales are fp32 factors of sums.
 //
 //   global      integers, scales, zero points of all columns         lhs, BLOCK_M rows        BLOCK_K of each, a step
 //                  |  cp.async, as they lie                             |  cp.async             each warp every

@@ -13,7 +13,8 @@ constexpr int MMA_ROWS = 8;
 constexpr int FRAGMENT_COLUMNS = 16;
 constexpr int WIDTH = PARTS * BLOCK_N;  // columns of a pass
 constexpr int FRAGMENTS = WIDTH / FRAGMENT_COLUMNS;
-constexpr int ROW_GROUPS = (BLOCK_M - 1) / MMA_ROWS + 1;
+constexpr int TERM_ROWS = BLOCK_M * TERMS;  // of the mma: neighbours are the terms of one row
+constexpr int ROW_GROUPS = (TERM_ROWS - 1) / MMA_ROWS + 1;
 
 constexpr int PIECE_BYTES = 16;  // of a column: a row of ldmatrix
 constexpr int PIECE_K = 8 * PIECE_BYTES / QUANTIZED_BITS;
@@ -124,10 +125,10 @@ constexpr int WARP_BYTES = STAGES * STAGE_BYTES + LHS_SLOTS * SLOT_BYTES + KEPT_
 
 // Two adjacent rows' sums of a lane lie apart such that all lanes' first ones are in different banks.
 constexpr int SUMS_PITCH = WIDTH + 4;
-constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
+constexpr int WARP_SUMS = TERM_ROWS * SUMS_PITCH;
 constexpr int SUMS = WARPS_K * WARP_SUMS;
 // One pass's sums are added while another's are stored where that takes little memory.
-constexpr int SUM_BUFFERS = BLOCK_M <= (KEPT ? 2 : 1) * MMA_ROWS ? 2 : 1;
+constexpr int SUM_BUFFERS = TERM_ROWS <= (KEPT ? 2 : 1) * MMA_ROWS ? 2 : 1;
 constexpr int SUMS_BYTES = SUM_BUFFERS * SUMS * int(sizeof(float));
 // Added late, behind the next tile's first step: this pays where no rows of lhs are read from shared memory meanwhile.
 constexpr bool LATE = KEPT;
@@ -136,8 +137,9 @@ constexpr int BARRIER_BYTES = 8, BARRIERS = LATE ? 2 : 0;
 static_assert(WIDTH % FRAGMENT_COLUMNS == 0 && PIECES % 2 == 0, "whole fragments and ldmatrix");
 static_assert((KEPT || LHS_SLOTS >= STAGES) && STAGES >= 2, "tile");
 static_assert(!KEPT || SIDES == 1, "whole blocks are kept");
-static_assert(!STREAMED || KEPT_STEPS == 1, "one step at a time");
-static_assert(SPREAD == 1 || (KEPT && BLOCK_M * SPREAD <= MMA_ROWS && BLOCKS % SPREAD == 0), "columns of the mma");
+static_assert(!STREAMED || (KEPT_STEPS == 1 && TERMS == 1), "one step at a time, of numbers as they are multiplied");
+static_assert(TERMS == 1 || sizeof(Element) == 4, "terms of fp32");
+static_assert(SPREAD == 1 || (KEPT && TERM_ROWS * SPREAD <= MMA_ROWS && BLOCKS % SPREAD == 0), "columns of the mma");
 static_assert(SHARED_BYTES == WARPS_K * WARP_BYTES + SUMS_BYTES + BARRIERS * BARRIER_BYTES,
               "footprint and kernel agree");
 

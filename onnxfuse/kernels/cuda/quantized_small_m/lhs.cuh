@@ -1,4 +1,4 @@
-// Rows of lhs as the mma takes them.
+// Rows of lhs as the mma takes them: of fp32, each term of a row is one.
 #pragma once
 #include "quantized_small_m/ring.cuh"
 
@@ -19,14 +19,51 @@ __device__ __forceinline__ void permute(unsigned (&pairs)[PIECE_PAIRS], const un
   for (int i = 0; i < PIECE_PAIRS; ++i) pairs[i] = permuted[i];
 }
 
-// One piece of a row in shared memory.
+// A lane's numbers of one piece of a row.
+constexpr int LANE_ELEMENTS = 2 * PIECE_PAIRS;
+
+// One term of two numbers: the first ones are cut off, the last one is rounded, so of TERMS terms 8 * TERMS bits are left.
+// What is left of an infinity is NaN, as it is of an infinity whose constants are taken away again.
+__device__ __forceinline__ unsigned term_pair(float first, float second, int term) {
+  unsigned pair = 0;
+#pragma unroll
+  for (int t = 0; t < TERMS - 1; ++t) {
+    const unsigned words[2] = {__float_as_uint(first), __float_as_uint(second)};
+    pair = t == 0 || term == t ? permute_bytes(words[0], words[1], 0x7632) : pair;
+    first -= __uint_as_float(words[0] & 0xffff0000);
+    second -= __uint_as_float(words[1] & 0xffff0000);
+  }
+  return term == TERMS - 1 ? pack_pair(Factor(), first, second) : pair;
+}
+
+// The same of a piece, in the order of unpacked integers.
+__device__ __forceinline__ void term_pairs(unsigned (&pairs)[PIECE_PAIRS], const float (&row)[LANE_ELEMENTS], int term) {
+#pragma unroll
+  for (int i = 0; i < PIECE_PAIRS; ++i) {
+    const int first = QUANTIZED_BITS == 4 ? i : 2 * i, second = QUANTIZED_BITS == 4 ? i + 4 : 2 * i + 1;
+    pairs[i] = term_pair(row[first], row[second], term);
+  }
+}
+
+// One piece of a row of the mma, whose row of lhs lies in shared memory.
 __device__ __forceinline__ void read_row(unsigned (&pairs)[PIECE_PAIRS], const unsigned char* slot, int row, int piece) {
-  const int existing = least(row, BLOCK_M - 1), along = piece * LHS_PIECE;
+  const int existing = least(row / TERMS, BLOCK_M - 1), along = piece * LHS_PIECE;
   const int span = along % BANKS_BYTES ^ swizzle(existing);
   const unsigned char* from = slot + existing * ROW_PITCH + along / BANKS_BYTES * BANKS_BYTES + span;
-  const auto words = load_packed<Packed<unsigned, PIECE_PAIRS>>(
-      reinterpret_cast<const unsigned*>(from + lane() % 4 * PIECE_PAIRS * 4));
-  permute(pairs, words.values);
+  from += lane() % 4 * (LHS_PIECE / 4);
+  if constexpr (TERMS > 1) {
+    float elements[LANE_ELEMENTS];
+#pragma unroll
+    for (int i = 0; i < LANE_ELEMENTS; i += 4) {
+      const auto four = load_packed<Packed<float, 4>>(reinterpret_cast<const float*>(from) + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) elements[i + j] = four.values[j];
+    }
+    term_pairs(pairs, elements, row % TERMS);
+  } else {
+    const auto words = load_packed<Packed<unsigned, PIECE_PAIRS>>(reinterpret_cast<const unsigned*>(from));
+    permute(pairs, words.values);
+  }
 }
 
 using RowPairs = unsigned[ROW_GROUPS][PIECE_PAIRS];
@@ -46,7 +83,7 @@ __device__ __forceinline__ void multiply(GroupSums& sums, const GroupSums& start
     for (int group = 0; group < ROW_GROUPS; ++group) {
       const bool own = SIDES == 1 || lane() % 4 * SIDES / 4 == side;
       const unsigned own_rows[2] = {own ? rows[group][2 * j] : 0, own ? rows[group][2 * j + 1] : 0};
-      multiply_onto(Element(), sums[group], j == 0 ? start[group] : own_sums[group], columns, own_rows);
+      multiply_onto(Factor(), sums[group], j == 0 ? start[group] : own_sums[group], columns, own_rows);
     }
   }
 }
@@ -134,19 +171,19 @@ struct KeptRows {
     }
   }
 
-  // What is done once to what was loaded of one step, when it is there: those behind it are still on their way.
+  // What is done once to what was loaded of one step, when it is there: those behind it are still on their way. Of terms
+  // that is done as they come, for all that they are made of would take twice as many registers.
   __device__ __forceinline__ void settle(int kept_step) {
     if (STREAMED || !is_fresh) return;
-    permute_step(kept_step);
+    if (TERMS == 1) permute_step(kept_step);
     multiply_excess(kept_step);
   }
 
   __device__ __forceinline__ void go_to(const Work& work, const Tile& tile) {
-    constexpr int ELEMENTS = 2 * PIECE_PAIRS;  // of a lane and piece
-    const int k = work.depth(0) + depth(0) + lane() % 4 * ELEMENTS;
+    const int k = work.depth(0) + depth(0) + lane() % 4 * LANE_ELEMENTS;
 #pragma unroll
     for (int group = 0; group < ROW_GROUPS; ++group) {
-      const int row = lane_group() / SPREAD + group * MMA_ROWS;
+      const int row = (lane_group() / SPREAD + group * MMA_ROWS) / TERMS;
       coming_from[group] = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch,
                                                                     tile.row + row, k);
       coming_depth[group] = row < work.rows(tile) ? WEIGHT_DEPTH - k : 0;
@@ -175,8 +212,13 @@ struct KeptRows {
 #pragma unroll
         for (int piece = 0; piece < KEPT_PIECES; ++piece) {
           const int along = (first + s) * WARPS_K * BLOCK_K + depth(piece) - depth(0);
-          load_words<WIDE>((STREAMED ? coming : pairs)[s][piece][group], coming_from[group] + along,
-                           coming_depth[group] - along);
+          auto& words = (STREAMED ? coming : pairs)[s][piece][group];
+          if constexpr (TERMS > 1) {
+            const int row = lane_group() / SPREAD + group * MMA_ROWS;
+            load_terms<WIDE>(words, coming_from[group] + along, coming_depth[group] - along, row % TERMS);
+          } else {
+            load_words<WIDE>(words, coming_from[group] + along, coming_depth[group] - along);
+          }
         }
       }
     }
@@ -190,6 +232,20 @@ struct KeptRows {
         permute(pairs[step][piece][group], (STREAMED ? coming : pairs)[step][piece][group]);
       }
     }
+  }
+
+  // One term of a lane's numbers of a piece, of which so many exist.
+  template <int WIDE>
+  static __device__ __forceinline__ void load_terms(unsigned (&words)[PIECE_PAIRS], const Element* from, int existing,
+                                                    int term) {
+    float elements[LANE_ELEMENTS];
+#pragma unroll
+    for (int i = 0; i < LANE_ELEMENTS; i += WIDE) {
+      const auto vector = load_fresh<Packed<float, WIDE>>(reinterpret_cast<const float*>(from) + i, i < existing);
+#pragma unroll
+      for (int j = 0; j < WIDE; ++j) elements[i + j] = vector.values[j];
+    }
+    term_pairs(words, elements, term);
   }
 
   // A lane's words of a piece, of which so many elements exist.

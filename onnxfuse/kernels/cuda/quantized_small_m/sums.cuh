@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_sums(float* sums, const Sums& acc) {
         const int row = group * MMA_ROWS + (lane() % 4 * 2 + e % 2) / SPREAD;
         const int column = f * FRAGMENT_COLUMNS + e / 2 * 8 + lane_group();
         const bool first = SPREAD == 1 || lane_block() == 0;
-        if (first && (BLOCK_M % MMA_ROWS == 0 || row < BLOCK_M)) sums[row * SUMS_PITCH + column] = sum;
+        if (first && (TERM_ROWS % MMA_ROWS == 0 || row < TERM_ROWS)) sums[row * SUMS_PITCH + column] = sum;
       }
     }
   }
@@ -47,7 +47,10 @@ __device__ __forceinline__ void finish(const float* sums, const Work& work, unsi
     for (int warp = 0; warp < WARPS_K; ++warp) {
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
-        acc[part] += sums[warp * WARP_SUMS + row * SUMS_PITCH + part * BLOCK_N + column];
+#pragma unroll
+        for (int term = 0; term < TERMS; ++term) {
+          acc[part] += sums[warp * WARP_SUMS + (row * TERMS + term) * SUMS_PITCH + part * BLOCK_N + column];
+        }
       }
     }
     store_outputs(acc, operands, work.args, work.batch, tile.row + row, tile.column + column);

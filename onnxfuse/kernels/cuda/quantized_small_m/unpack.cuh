@@ -1,4 +1,4 @@
-// Packed integers of 4 or 8 bits as pairs of Element, all too large by a constant.
+// Packed integers of 4 or 8 bits as pairs of Factor, all too large by a constant.
 //
 // A number's bits in the mantissa of a power of two are the sum of both, so two of them take one instruction to unpack:
 // of 1024 and of 64 in fp16, whose mantissa has 10 bits, of 128 in bf16, whose mantissa has 7. Of 8 bits, bf16 takes 7,
@@ -13,7 +13,18 @@ constexpr bool is_bf16 = false;
 template <>
 constexpr bool is_bf16<__nv_bfloat16> = true;
 
-constexpr bool IS_BF16 = is_bf16<Element>;
+// What is multiplied: fp32 as the sum of TERMS numbers of bf16, whose range is its own.
+template <typename T>
+struct Multiplied {
+  using Type = T;
+};
+template <>
+struct Multiplied<float> {
+  using Type = __nv_bfloat16;
+};
+using Factor = Multiplied<Element>::Type;
+
+constexpr bool IS_BF16 = is_bf16<Factor>;
 constexpr int WORD_PAIRS = 16 / QUANTIZED_BITS;
 constexpr int IMPLIED_ZERO = 1 << (QUANTIZED_BITS - 1);
 
@@ -31,12 +42,12 @@ __device__ __forceinline__ void unpack(unsigned (&pairs)[WORD_PAIRS], unsigned w
     } else {
       const unsigned bits = permute_bytes(word, 0, i == 0 ? 0x4140 : 0x4342);
       pairs[i] =
-          subtract_pair(Element(), masked_or(bits, 0x007f007f, 0x43004300), (bits & 0x00800080) ^ 0x43804380);
+          subtract_pair(Factor(), masked_or(bits, 0x007f007f, 0x43004300), (bits & 0x00800080) ^ 0x43804380);
     }
   }
 }
 
-// What is left to take away: a constant of pair i twice, in Element and negative, with the zero point that is implied;
+// What is left to take away: a constant of pair i twice, in Factor and negative, with the zero point that is implied;
 // and what a zero point of the tensor takes away beside it.
 constexpr bool HAS_EXCESS = QUANTIZED_BITS == 4 || !IS_BF16;
 
