@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import astuple, dataclass, replace
 from multiprocessing import get_context
@@ -46,6 +46,7 @@ STREAMS = (
     (0, BFLOAT16),
 )  # added to a seed, of which elements
 ALL = (FLOAT16, BFLOAT16, FLOAT)
+FEW = {"few": (FLOAT16, BFLOAT16), "few-fp32": (FLOAT,)}  # elements, by the kinds of few rows
 # Width of a transformer and of its MLP, which may be of two parts.
 LAYERS = (
     (2048, 5632), (2048, 8192), (2560, 6912), (3072, 8192), (3584, 18944), (4096, 11008), (4096, 14336), (5120, 13824),
@@ -59,7 +60,8 @@ KINDS = {
     "residual": "drawn products with a residual alone",
     "narrow": "drawn problems of few columns and deep k, the worst beside cuBLAS",
     "shallow": "drawn problems of many rows whose weight a block may keep, and the tiles that do",
-    "few": "drawn problems and layers of 16 rows and fewer, and all tiles for few rows",
+    "few": "drawn problems and layers of 16 bits and 16 rows and fewer, and all tiles for few rows",
+    "few-fp32": "the same of fp32",
     "padded": "drawn problems whose rows of k begin on no cache line, with zeros behind those of the weight",
 }
 MOST_OF_FEW = 16  # rows
@@ -121,6 +123,12 @@ class AtRows:
         return Planned(self.fusion, order_of(self.fusion), str(pairs[0][1].tile), choices)
 
 
+WANTED: dict[str, Callable[[AtRows], list[str]]] = {
+    "shallow": lambda each: each.keep_rhs[:NEAREST],
+    **dict.fromkeys(FEW, lambda each: each.for_few_rows),
+}
+
+
 def layers(seed: int) -> Iterator[Drawn]:
     """Products of transformers' layers, without end: there a few per cent count most, and drawn sites are few."""
     rng = random.Random(seed)
@@ -138,7 +146,8 @@ def sites(seeds: Sequence[int], kind: str = "") -> Iterator[Drawn]:
     elements = (FLOAT,) if kind in ("fp32", "kn") else ALL
     drawn = [draw(seed + more, element) for seed in seeds for more, element in STREAMS if element in elements]
     of_layers = [layers(seed) for seed in seeds]
-    streams = {"layers": of_layers, "few": [*of_layers, *drawn]}.get(kind, drawn)
+    both = [*of_layers, *drawn]
+    streams = {"layers": of_layers, "few": both, "few-fp32": both}.get(kind, drawn)
     for stream in itertools.cycle(streams):
         site = _of_kind(next(stream), kind)
         if site is not None and (site.kind != "qkv" or site.k * site.width <= LARGEST_STACKED):
@@ -151,7 +160,7 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
         return None if site.k % CHUNK or site.n % CHUNK else replace(site, order="kn")
     if kind == "shallow" and site.k * site.element_bytes > LONGEST_KEPT_ROW:
         return None
-    if kind == "few" and site.element == FLOAT:
+    if kind in FEW and site.element not in FEW[kind]:
         return None
     if kind == "narrow" and (site.width > NARROW or site.k < DEEP * site.width):
         return None
@@ -166,7 +175,8 @@ def rows_of_site(site: Drawn, kind: str = "") -> list[int]:
     """The site's own rows and others, log-uniform, as many as are not too long a kernel."""
     rng = random.Random(str(site))
     most = min(MOST_ROWS, SHORTER * MOST_PRODUCTS / (site.k * site.width), MOST_ELEMENTS / max(site.k, site.width))
-    least, most = {"shallow": (FEWEST_OF_SHALLOW, 4 * most), "few": (1, MOST_OF_FEW)}.get(kind, (1, most))
+    ranges = {"shallow": (FEWEST_OF_SHALLOW, 4 * most), **dict.fromkeys(FEW, (1, MOST_OF_FEW))}
+    least, most = ranges.get(kind, (1, most))
     found = {site.m} if least <= site.m <= most else set()
     while len(found) < ROWS:
         rows = round(math.exp(rng.uniform(math.log(least), math.log(most))))
@@ -189,7 +199,7 @@ def prepare(site: Drawn, folder: Path, kind: str, of_last_waves: bool) -> list[t
     known = [each for rows in rows_of_site(site, kind) if (each := at_rows(site, rows, kind)) is not None]
     if of_last_waves:
         known = [each for each in known if each.splits_last_wave]
-    wanted = {"shallow": lambda each: each.keep_rhs[:NEAREST], "few": lambda each: each.for_few_rows}.get(kind)
+    wanted = WANTED.get(kind)
     if wanted is not None:
         known = [each for each in known if wanted(each)]
     names: set[str] = set()
@@ -198,7 +208,7 @@ def prepare(site: Drawn, folder: Path, kind: str, of_last_waves: bool) -> list[t
         names.update(each.splits_last_wave[:LASTS] if of_last_waves else ())
         names.update(wanted(each) if wanted is not None else ())
         names.update(rng.sample(far := each.within(FAR)[NEAREST:], min(1, len(far))))
-    most = len(names) if kind == "few" else MOST
+    most = len(names) if kind in FEW else MOST
     found = [(each.drawn, each.of(names, most)) for each in known]
     for _, tiles in found:
         compile_tiles(tiles, DEVICE, folder)
