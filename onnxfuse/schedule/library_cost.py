@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxfuse.device import SECTOR, DeviceSpec
+from onnxfuse.dtypes import F32
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, Problem
@@ -67,10 +68,13 @@ def _of_integers(spec: KernelSpec, problem: Problem, terms: Amount, device: Devi
     """The same of ONNX Runtime's MatMulNBits, in the faster of its modes: by itself, or behind unpacking all of rhs."""
     known, rows = calibration(device).library_quantized, problem.m * problem.batch
     reading = cost_model.from_memory(problem.n * cost_model.column_bytes(spec, problem.k), device)
+    floats = cost_model.from_memory(problem.n * problem.k * spec.dtype.bytes, device)
+    if spec.dtype == F32:
+        by_itself = reading * (known["read"] + known["row of fp32"] * rows)
+        return known["launch"] + np.minimum(by_itself, known["unpacked to fp32"] * floats + terms)
     crowd = np.sqrt(np.maximum(rows / known["few"], 1.0))
     by_itself = reading * (known["read"] + known["row"] * np.sqrt(rows)) * crowd
-    unpacking = known["unpacked"] * cost_model.from_memory(problem.n * problem.k * spec.dtype.bytes, device)
-    return known["launch"] + np.minimum(by_itself, unpacking + terms)
+    return known["launch"] + np.minimum(by_itself, known["unpacked"] * floats + terms)
 
 
 def _units(spec: KernelSpec) -> str:
