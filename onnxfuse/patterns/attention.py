@@ -6,6 +6,7 @@ its own computes. What somebody else reads between is a reason, and no output: n
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -271,11 +272,12 @@ class Attentions:
         # Batches may lie apart: they are heads.
         if node.op not in ("MatMul", "Einsum") or self.rounds:
             computed = ()
-        product = read_product(self.graph, node, accepts=lambda found: True, computed=computed, turned=turned)
+        read = functools.partial(read_product, self.graph, node, accepts=lambda found: True, turned=turned)
+        product = read(computed=computed)
         if product.quantized is not None:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
-            product = read_product(self.graph, node, through_views=False, turned=turned)
+            product = read(through=self.points.is_free)
         shift = shift_of(self.graph, softmax.scores) if softmax is not None and not self.rounds else ()
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, softmax is not None, shift)
         if grown.refused:

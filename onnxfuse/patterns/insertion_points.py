@@ -43,6 +43,10 @@ class InsertionPoints:
         index = self.graph.index(node)
         return index in self._points or index in self._reserved or index in self._passed
 
+    def is_free(self, node: gs.Node) -> bool:
+        """Whether a fusion may still swallow the node."""
+        return not self.is_taken(node)
+
     def is_passed(self, node: gs.Node) -> bool:
         """Whether a node stays whose work a fusion does again: others may do it as well, and none may swallow it."""
         return self.graph.index(node) in self._passed

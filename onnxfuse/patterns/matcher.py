@@ -29,6 +29,7 @@ from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.match_checks import check_opened, check_reads
 from onnxfuse.patterns.normalisation import normalisations, reserved
+from onnxfuse.patterns.operand_views import no_view
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
@@ -302,7 +303,7 @@ class Search(Generic[SiteT]):
                 found += chosen
                 group = _without(group, chosen[0].match.products)
             elif partition.refusals and any(product.reads_through_views for product in group):
-                group, unreadable = self._without_views(group)
+                group, unreadable = self._read_again(group, no_view)
                 refused += unreadable
             else:
                 reasons = (kept.get(product.out) or partition.reason(product) for product in group)
@@ -310,10 +311,10 @@ class Search(Generic[SiteT]):
         return found, refused
 
     def _readable(self, group: Group) -> tuple[Group, list[Refused]]:
-        """The products whose factors no other fusion owns; where one does, all are read without their views."""
+        """The products whose factors no other fusion owns; views behind those that one does are read through."""
         refused: list[Refused] = []
         if any(map(self._is_owned, group)):
-            group, refused = self._without_views(group)
+            group, refused = self._read_again(group, self.points.is_free)
         owned = [product for product in group if self._is_owned(product)]
         detail = "its factors belong to another fusion"
         refused += [(product.node, NotFusable("taken", product.label, detail)) for product in owned]
@@ -322,13 +323,13 @@ class Search(Generic[SiteT]):
     def _is_owned(self, product: Product) -> bool:
         return any(self.points.is_taken(view.node) for view in product.views)
 
-    def _without_views(self, group: Group) -> tuple[Group, list[Refused]]:
-        """The same products, their inputs read as the views make them; and those that cannot be."""
+    def _read_again(self, group: Group, through: Callable[[gs.Node], bool]) -> tuple[Group, list[Refused]]:
+        """The same products, their inputs read through these views alone; and those that cannot be."""
         products: list[Product] = []
         refused: list[Refused] = []
         for product in group:
             try:
-                products.append(read_product(self.graph, product.node, through_views=False))
+                products.append(read_product(self.graph, product.node, through))
             except NotFusable as refusal:
                 refused.append((product.node, refusal))
         return tuple(products), refused

@@ -6,7 +6,7 @@ the fusion: then the kernel reads the tensor before them. A constant is read whe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -62,8 +62,22 @@ class Source:
     copied: tuple[gs.Node, ...] = ()
 
 
+def any_view(_: gs.Node) -> bool:
+    """An input is read through every view."""
+    return True
+
+
+def no_view(_: gs.Node) -> bool:
+    """An input is read as the views make it."""
+    return False
+
+
 def sources(
-    graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool = True, computed: Collection[str] = ()
+    graph: Graph,
+    tensor: gs.Tensor,
+    kind: AxisKind,
+    through: Callable[[gs.Node], bool] = any_view,
+    computed: Collection[str] = (),
 ) -> Iterator[Source]:
     """The ways to read an input: through as many views as there are, through fewer, as it is.
 
@@ -71,7 +85,7 @@ def sources(
         graph: that the input is of.
         tensor: the input.
         kind: of its axes: LHS or RHS.
-        through_views: whether to look for views.
+        through: which nodes may be views, back to the first that may not.
         computed: what else may be one, of COMPUTED_VIEWS.
 
     Raises:
@@ -81,7 +95,7 @@ def sources(
     if stored is not None:
         yield stored
         return
-    chain = _views_before(graph, tensor, computed) if through_views else []
+    chain = _views_before(graph, tensor, through, computed)
     for first in range(len(chain)):
         try:
             yield _through(graph, chain[first:], kind)
@@ -140,7 +154,9 @@ def _stored(graph: Graph, tensor: gs.Tensor, kind: AxisKind) -> Source | None:
     return Source(str(tensor.name), own, seen, copied=tuple(nodes))
 
 
-def _views_before(graph: Graph, tensor: gs.Tensor, computed: Collection[str]) -> list[gs.Node]:
+def _views_before(
+    graph: Graph, tensor: gs.Tensor, through: Callable[[gs.Node], bool], computed: Collection[str]
+) -> list[gs.Node]:
     """Views that feed only products through this tensor, and shape arithmetic; the first one first."""
     chain: list[gs.Node] = []
     while (
@@ -148,7 +164,7 @@ def _views_before(graph: Graph, tensor: gs.Tensor, computed: Collection[str]) ->
     ):
         node = tensor.inputs[0]
         is_view = qualified_op(node) in INPUT_VIEWS or (node.op in computed and _computes(graph, node))
-        if not is_view or graph.is_initializer(tensor.name) or _undoes_a_scatter(node):
+        if not is_view or not through(node) or graph.is_initializer(tensor.name) or _undoes_a_scatter(node):
             break
         chain.insert(0, node)
         tensor = _viewed(graph, node)

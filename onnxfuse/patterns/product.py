@@ -26,7 +26,7 @@ from onnxfuse.graph.value_types import element_text
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_addressable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
-from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
+from onnxfuse.patterns.operand_views import InputView, Source, any_view, is_stored, sources, spelled_factors
 from onnxfuse.patterns.pointwise_table import POINTWISE
 from onnxfuse.patterns.quantized_weight import (
     QuantizedWeight,
@@ -216,7 +216,7 @@ def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
 def read_product(
     graph: Graph,
     node: gs.Node,
-    through_views: bool = True,
+    through: Callable[[gs.Node], bool] = any_view,
     accepts: Callable[[Contraction], bool] = is_addressable,
     computed: Collection[str] = (),
     turned: bool | None = None,
@@ -226,7 +226,7 @@ def read_product(
     Args:
         graph: that the node is of.
         node: the anchor.
-        through_views: read the inputs through the views before them where a kernel can.
+        through: which views before the inputs to read them through where a kernel can.
         accepts: whether it can.
         computed: which of COMPUTED_VIEWS to look through as well, before the first input Casts alone: a Mul there may
             belong to what makes it.
@@ -238,7 +238,7 @@ def read_product(
     try:
         _check_supported(node)
         turned = _is_turned(graph, node) if turned is None else turned
-        return _read(graph, node, _Reading(through_views, accepts, computed, turned))
+        return _read(graph, node, _Reading(through, accepts, computed, turned))
     except NotFusable as refusal:
         raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
 
@@ -246,7 +246,7 @@ def read_product(
 class _Reading(NamedTuple):
     """How the inputs of an anchor are read: what `read_product` was asked for."""
 
-    through_views: bool
+    through: Callable[[gs.Node], bool]
     accepts: Callable[[Contraction], bool]
     computed: Collection[str]
     turned: bool
@@ -285,8 +285,8 @@ def _addressable(graph: Graph, node: gs.Node, reading: _Reading) -> tuple[Source
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
     inputs = _inputs(node)
     left, right = inputs[::-1] if reading.turned else inputs
-    rights = list(_rights(graph, node, right, reading.through_views, reading.computed))
-    lefts = list(sources(graph, left, AxisKind.LHS, reading.through_views, {"Cast"} & {*reading.computed}))
+    rights = list(_rights(graph, node, right, reading.through, reading.computed))
+    lefts = list(sources(graph, left, AxisKind.LHS, reading.through, {"Cast"} & {*reading.computed}))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:
@@ -311,7 +311,11 @@ def _is_turned(graph: Graph, node: gs.Node) -> bool:
 
 
 def _rights(
-    graph: Graph, node: gs.Node, tensor: gs.Tensor, through_views: bool, computed: Collection[str]
+    graph: Graph,
+    node: gs.Node,
+    tensor: gs.Tensor,
+    through: Callable[[gs.Node], bool],
+    computed: Collection[str],
 ) -> Iterable[Source]:
     """The ways to read rhs; integers are read as they lie."""
     if qualified_op(node) == NBITS:
@@ -320,7 +324,7 @@ def _rights(
         return [Source(str(tensor.name), own, own)]
     may_be_integers = qualified_op(node) == "MatMul" and tensor is node.inputs[1]
     integers = dequantized_source(graph, tensor) if may_be_integers else None
-    return [integers[0]] if integers else sources(graph, tensor, AxisKind.RHS, through_views, computed)
+    return [integers[0]] if integers else sources(graph, tensor, AxisKind.RHS, through, computed)
 
 
 def _quantized(graph: Graph, node: gs.Node) -> QuantizedWeight | None:

@@ -19,15 +19,21 @@ def number(b: Builder, value: float, dtype: np.dtype | None = None) -> str:
 
 
 def split_heads(
-    b: Builder, name: str, tokens: int | str, heads: int = HEADS, perm: tuple[int, ...] = (0, 2, 1, 3)
+    b: Builder,
+    name: str,
+    tokens: int | str,
+    heads: int = HEADS,
+    perm: tuple[int, ...] = (0, 2, 1, 3),
+    head: int = HEAD,
 ) -> str:
-    """[batch, tokens, heads * HEAD] as [batch, heads, tokens, HEAD]."""
-    x = b.input(name, ("batch", tokens, heads * HEAD))
-    return b("Transpose", b("Reshape", x, b.integers(0, 0, heads, HEAD)), perm=perm)
+    """[batch, tokens, heads * head] as [batch, heads, tokens, head]."""
+    x = b.input(name, ("batch", tokens, heads * head))
+    return b("Transpose", b("Reshape", x, b.integers(0, 0, heads, head)), perm=perm)
 
 
-def scores(b: Builder, rows: int | str = "rows", keys: int | str = "keys") -> str:
-    return b("MatMul", split_heads(b, "query", rows), split_heads(b, "key", keys, perm=(0, 2, 3, 1)))
+def scores(b: Builder, rows: int | str = "rows", keys: int | str = "keys", head: int = HEAD) -> str:
+    k = split_heads(b, "key", keys, perm=(0, 2, 3, 1), head=head)
+    return b("MatMul", split_heads(b, "query", rows, head=head), k)
 
 
 def merged(b: Builder, p: str, keys: int | str = "keys", dtype: int | None = None) -> list[str]:

@@ -12,6 +12,7 @@ from onnxfuse.dtypes import F32
 from onnxfuse.ir.attention import Attention
 from onnxfuse.kernels.attention import emit
 from onnxfuse.limits import MAX_M
+from onnxfuse.patterns.contraction import STAGE_DEPTH
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan, portable_splits
@@ -387,13 +388,18 @@ def test_huge_constants_are_beside_the_scale_as_they_are() -> None:
     assert "HUGE_SCORES = false" in build(-np.inf)
 
 
+@pytest.mark.parametrize("head", [HEAD, STAGE_DEPTH], ids=lambda head: f"heads of {head}")
 @pytest.mark.parametrize("merge", [(0, 1), (1, 0)], ids=["batch first", "tokens first"])
-def test_a_projection_behind_it_still_has_its_residual(merge: tuple[int, int]) -> None:
-    """As nn.MultiheadAttention is exported: rows of both are one dimension for a Gemm, and two again behind it."""
+def test_a_projection_behind_it_still_has_its_residual(merge: tuple[int, int], head: int) -> None:
+    """As nn.MultiheadAttention is exported: rows of both are one dimension for a Gemm, and two again behind it.
+
+    Heads that a kernel could merge as it reads them are those of the attention, whose Transpose merges them.
+    """
     b = Builder(FLOAT16)
-    width = HEADS * HEAD
-    p = b("Softmax", b("Mul", scores(b), number(b, 0.25)), axis=-1)
-    o = b("Transpose", b("MatMul", p, split_heads(b, "value", "keys")), perm=(*(2 * axis for axis in merge), 1, 3))
+    width = HEADS * head
+    p = b("Softmax", b("Mul", scores(b, head=head), number(b, 0.25)), axis=-1)
+    values = split_heads(b, "value", "keys", head=head)
+    o = b("Transpose", b("MatMul", p, values), perm=(*(2 * axis for axis in merge), 1, 3))
     rows = b("Reshape", o, b.integers(-1, width))
     weight, bias = b.array(np.ones((width, width)), "w"), b.array(np.ones(width), "bias")
     sizes = b("Shape", b.input("residual", ("batch", "rows", width)))
