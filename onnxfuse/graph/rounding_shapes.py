@@ -14,7 +14,7 @@ from types import MappingProxyType
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from onnxfuse.graph.functions import DOMAIN
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import SIXTEEN_BIT, Graph
 
 WHY = "ONNX Runtime's CPU provider rounds what this reads"
 # What has a kernel of 16 bits in ONNX Runtime 1.32 on x86_64: what computes, and what moves elements.
@@ -42,6 +42,13 @@ def has_readers_of_16_bits(graph: Graph, value: str) -> bool:
     return any(reader.op in (*COMPUTES, *MOVES) for reader in graph.readers(value))
 
 
+def moves_what_is_computed(graph: Graph, value: str) -> bool:
+    """Whether the node that moves a value's elements reads what a node has computed, a Cast among them."""
+    makers = graph.tensor(value).inputs if graph.readers(value) else []
+    sources = [source for maker in makers for source in maker.inputs if graph.dtype(source.name) in SIXTEEN_BIT]
+    return any(maker.op not in MOVES or maker.op == "Cast" for source in sources for maker in source.inputs)
+
+
 def unread_shapes(
     graph: Graph,
     nodes: Iterable[NodeProto],
@@ -56,13 +63,20 @@ def unread_shapes(
         nodes: what is left of it or copied.
         lost: values that nodes with kernels of 16 bits read no more.
         new_name: makes a name that is not taken.
-        ops: of the nodes to look at.
+        ops: of the nodes to look at, beside those that move what is computed and what a Shape read.
     """
     for node in nodes:
-        value = node.output[0] if _op_of(graph, node) in ops else ""
+        value = node.output[0] if _is_rounded_anew(graph, node, ops) else ""
         if value in lost and graph.dtype(value) == TensorProto.FLOAT16:
             name = new_name(f"{value}/shape")
             yield node, helper.make_node("Shape", [value], [name], name=name, doc_string=WHY)
+
+
+def _is_rounded_anew(graph: Graph, node: NodeProto, ops: Collection[str]) -> bool:
+    op, value = _op_of(graph, node), node.output[0]
+    if op in ops or op not in MOVES:
+        return op in ops
+    return any(reader.op == "Shape" for reader in graph.readers(value)) and moves_what_is_computed(graph, value)
 
 
 def _op_of(graph: Graph, node: NodeProto) -> str:

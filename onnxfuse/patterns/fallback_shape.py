@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import OWN, FallbackShape
 from onnxfuse.graph.graph import SIXTEEN_BIT, Graph
+from onnxfuse.graph.rounding_shapes import moves_what_is_computed
 from onnxfuse.graph.symbolic import Size
 from onnxfuse.patterns.view_ops import MOVES
 from onnxfuse.patterns.views import View, extent, is_repeated
@@ -68,7 +69,7 @@ def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base:
     if node.op == "Expand":
         return _repeats(after, base)
     read = list(_sources(node.inputs[1]))
-    if any(is_rounded_otherwise(graph, tensor) for tensor in read):
+    if any(_is_rounded_before_a_cast(graph, tensor) for tensor in read):
         raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is rounded for being read")
     shape = shape_of(before, after, base, any(tensor.name == base.name for tensor in read))
     if shape is None:
@@ -123,11 +124,23 @@ def is_rounded_otherwise(graph: Graph, tensor: gs.Tensor) -> bool:
     What computes has no kernel of 16 bits there: what it makes is rounded, unless a Cast to 32 bits alone reads it.
     What moves elements has one, but between nodes that compute it moves 32 bits.
     """
-    if graph.dtype(tensor.name) not in SIXTEEN_BIT or not tensor.inputs:
+    return _is_rounded_before_a_cast(graph, tensor) or _is_rounded_as_it_moves(graph, tensor)
+
+
+def _is_rounded_before_a_cast(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether a Shape keeps what is computed from staying in 32 bits up to the Cast that alone reads it else."""
+    computes = tensor.inputs and not any(maker.op in MOVES for maker in tensor.inputs)
+    return bool(computes) and graph.dtype(tensor.name) in SIXTEEN_BIT and _read_by(tensor) == ["Cast"]
+
+
+def _is_rounded_as_it_moves(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether a Shape keeps what is computed from moving in 32 bits: where it dies, an unread one takes its place."""
+    if graph.dtype(tensor.name) not in SIXTEEN_BIT or not any(maker.op in MOVES for maker in tensor.inputs):
         return False
-    others = [reader.op for reader in tensor.outputs if reader.op != "Shape"]
-    if not any(maker.op in MOVES for maker in tensor.inputs):
-        return others == ["Cast"]
-    sources = (value for maker in tensor.inputs for value in maker.inputs if graph.dtype(value.name) in SIXTEEN_BIT)
-    computed = any(source.op not in MOVES for value in sources for source in value.inputs)
-    return computed and not any(op in MOVES or op == "Cast" for op in others)
+    is_read_as_it_is = any(op in MOVES or op == "Cast" for op in _read_by(tensor))
+    return not is_read_as_it_is and moves_what_is_computed(graph, str(tensor.name))
+
+
+def _read_by(tensor: gs.Tensor) -> list[str]:
+    """What reads a value's elements."""
+    return [reader.op for reader in tensor.outputs if reader.op != "Shape"]

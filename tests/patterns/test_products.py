@@ -390,9 +390,25 @@ def shape_of_rotated(b: Builder) -> list[str]:
     return [merged_by_shape_of(b, rotated, v), b("Mul", rotated, rotated)]
 
 
+def shape_of_regrouped(b: Builder) -> list[str]:
+    """Axial attention by TorchScript: rows of an image are sequences, whose own Shape splits the heads behind q."""
+    x = b("Tanh", b.input("p", ("batch", HEADS, "rows", "keys", DEPTH)))
+    sizes = b("Shape", b.input("v", K))
+    rows = b("Reshape", x, b("Concat", b.integers(-1), b("Gather", sizes, b.integers(2)), b.integers(DEPTH), axis=0))
+    q = b("MatMul", rows, b.array(np.eye(DEPTH) + 0.25, "w"))
+    own = [b("Gather", b("Shape", rows), b.integers(axis)) for axis in range(2)]
+    return [b("Sigmoid", b("Reshape", q, b("Concat", *own, b.integers(2, DEPTH // 2), axis=0)))]
+
+
 @pytest.mark.parametrize(
     ("form", "reasons"),
-    [(shape_of_moved, []), (shape_of_computed, ["unknown_shape"]), (shape_of_rotated, ["unknown_shape"])],
+    [
+        (shape_of_moved, []),
+        (shape_of_computed, ["unknown_shape"]),
+        (shape_of_rotated, []),
+        (shape_of_regrouped, []),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_what_reads_a_shape_alone_keeps_its_say_in_how_16_bits_are_rounded(form, reasons: list[str]) -> None:
     b = Builder(FLOAT16)
