@@ -84,6 +84,7 @@ def check_parts(match: Match) -> None:
     if len(ranges) > MAX_PARTS:
         raise NotFusable("too_many_parts", match.label, f"{len(ranges)} column ranges; a kernel takes {MAX_PARTS}")
     packed = {product.n for product, _ in ranges if product.n != columns}
+    _check_turns(match)
     if match.has_windows:
         _check_window(match, *packed)
         return
@@ -92,7 +93,6 @@ def check_parts(match: Match) -> None:
         raise NotFusable("not_equal_parts", match.label, f"the columns {texts} are not equal parts")
     if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.live_outs):
         raise NotFusable("not_equal_parts", match.label, "stores a value that is neither a part nor all of the product")
-    _check_turns(match)
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         split_alike = leaf.columns in (columns, *packed) and not _has_axis_of_parts(operand, leaf.columns, columns)

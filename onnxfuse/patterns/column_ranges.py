@@ -14,7 +14,7 @@ from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
-from onnxfuse.patterns.match import Columns
+from onnxfuse.patterns.match import Columns, count_of
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 from onnxfuse.patterns.views import (
     COLUMNS,
@@ -28,7 +28,6 @@ from onnxfuse.patterns.views import (
     with_columns,
 )
 
-HALVES = 2  # of a head's columns, that rotary embeddings (Su et al., 2021) turn together
 LARGEST_INDEX = 2**31 - 1  # from here on a Slice's end means the end of the axis, whatever its size
 
 
@@ -96,24 +95,27 @@ class Whole:
             detail = "takes columns that do not lie side by side"
             raise InTurn(detail, self.turns) if stop - start == 1 else NotFusable("strided_slice", "", detail)
         if self.of_each:
-            return self._half(start, stop)
+            return self._part(start, stop)
         view = with_columns(self.value.view, self.index, stop - start, self.step)
         ref = self.epilogue.moved(self.value.ref, start * self.step)
         return Columns(ref, (stop - start) * self.step, view)
 
-    def _half(self, start: int, stop: int) -> Columns:
-        """The first or the second half of the dimension, whose columns take turns with those of the other.
+    def _part(self, start: int, stop: int) -> Columns:
+        """One of few equal parts of the dimension, whose columns take turns with those of the others.
+
+        Halves of heads turn together (Su et al., 2021); a query, a key and a value of each head lie so in GPT-NeoX.
 
         Raises:
-            NotFusable: it is neither, or an InTurn where columns are not numbered so.
+            NotFusable: it is none, or an InTurn where columns are not numbered so.
         """
         detail = "takes columns that do not lie side by side"
         run, whole = stop - start, self.value.length
-        if HALVES * run != self.of_each or start % run or isinstance(whole, str):
+        parts = count_of(self.of_each, run) if run else 0
+        if not 1 < parts <= MAX_PARTS or start % run or isinstance(whole, str):
             raise NotFusable("strided_slice", "", detail)
-        width = whole // HALVES
-        if self.value.view[self.index] != (Piece(COLUMNS, HALVES, width), Piece(COLUMNS, run)):
-            raise InTurn(detail, HALVES, run)
+        width = whole // parts
+        if self.value.view[self.index] != (Piece(COLUMNS, parts, width), Piece(COLUMNS, run)):
+            raise InTurn(detail, parts, run)
         view = with_columns(self.value.view, self.index, run, 1)
         return Columns(self.epilogue.moved(self.value.ref, start // run * width), width, view)
 
@@ -151,24 +153,28 @@ def whole(epilogue: EpilogueGraph, value: Columns, axis: int, verb: str) -> Whol
         return Whole(epilogue, value, axis, dim[0].step)
     if len(dim) == 1 and _counts_turns(value, dim[0]):
         return Whole(epilogue, value, axis, 1, int(dim[0].size))
-    if len(dim) == 1 and _counts_halves(value, dim[0]):
-        raise InTurn(f"{verb} the halves of each head", HALVES, dim[0].step)
+    if len(dim) == 1 and _counts_parts(value, dim[0]):
+        raise InTurn(f"{verb} equal parts of each head", int(dim[0].size), dim[0].step)
     if not _is_head(value, dim):
         raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
     return Whole(epilogue, value, axis, 1, of_each=int(extent(dim)))
 
 
-def _counts_halves(value: Columns, piece: Piece) -> bool:
-    """Whether a dimension counts the halves of each of several ranges, `[heads, 2, half]`; no product of one head."""
-    return piece.size == HALVES and piece.step > 1 and value.length != HALVES * piece.step
+def _counts_parts(value: Columns, piece: Piece) -> bool:
+    """Whether a dimension counts few parts of each of several ranges, `[heads, 2, half]`; no product of one head."""
+    if isinstance(value.length, str) or isinstance(piece.size, str) or not 1 < piece.size <= MAX_PARTS:
+        return False
+    return piece.step > 1 and value.length != piece.size * piece.step
 
 
 def _is_head(value: Columns, dim: Dim) -> bool:
-    """Whether a dimension has some of the columns, as they lie; or such as halves that take turns."""
-    if isinstance(value.length, str) or dim[-1].step != 1:
+    """Whether a dimension has some of the columns, as they lie; or those of few parts that take turns."""
+    if isinstance(value.length, str) or dim[-1].step != 1 or int(extent(dim)) >= value.length:
         return False
-    halves = len(dim) == HALVES and (dim[0].size, dim[0].step) == (HALVES, value.length // HALVES)
-    return (len(dim) == 1 or halves) and int(extent(dim)) < value.length
+    if len(dim) == 1:
+        return True
+    parts = count_of(value.length, dim[0].step)
+    return len(dim) == 2 and dim[0].size == parts and 1 < parts <= MAX_PARTS
 
 
 def concatenated(values: Sequence[Columns], axis: int) -> Columns:

@@ -13,6 +13,7 @@ from onnx import ModelProto, numpy_helper
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.graph.archive import Library
+from onnxfuse.graph.transposed_data import put_in_order, transpose
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Implementation, Site
@@ -45,7 +46,16 @@ from tests.helpers.rotary_models import (
 from tests.ir.test_epilogue_only import REPEATED
 from tests.kernels.test_portable_on_cpu import Range, build_source
 from tests.patterns.test_behind_rows import BEHIND, drawn
-from tests.patterns.test_column_ranges import HEAD, Parts, attended, attended_feed, sliced, split
+from tests.patterns.test_column_ranges import (
+    HEAD,
+    Parts,
+    attended,
+    attended_feed,
+    attended_of_each_head,
+    of_each_head_split,
+    sliced,
+    split,
+)
 from tests.patterns.test_products import feed_of
 from tests.patterns.test_scattered import assigned, of_a_value, of_normalised_heads, of_normalised_rows
 from tests.runtime.test_library_product import strided
@@ -551,3 +561,20 @@ def test_kernels_of_column_ranges_compute_what_an_attention_reads(parts: Parts, 
             actual = compute(site.one_kernel, values, folder, variant)
             for wanted, found in zip(expected, actual, strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_kernels_store_a_query_a_key_and_a_value_of_each_head_apart(bias: bool, variant: int, tmp_path: Path) -> None:
+    """Of a weight that is stored part by part, with a bias that is not."""
+    model = attended_of_each_head(of_each_head_split, bias, FLOAT)
+    site = next(site for site in analyse_model(model, [SM_80], fp32="exact").sites if site.match.products)
+    assert [len(site.fusion.outputs), *site.transposed] == [3, "weight"]
+    feed = {"x": draw(2, 8, K).astype(np.float32)}  # the first kernel stores four keys at once
+    expected = run_values(model, [tensor.name for tensor in site.fusion.outputs], feed)
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    transpose(stored["weight"], site.transposed["weight"])
+    put_in_order(model)
+    values = feed | {name: numpy_helper.to_array(tensor).copy() for name, tensor in stored.items()}
+    for wanted, found in zip(expected, compute(site.one_kernel, values, tmp_path, variant), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)

@@ -16,7 +16,7 @@ from onnxfuse.patterns import Match, match_sites
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.selection import Selection
 from tests.helpers.matching import K, check_meaning, draw
-from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, cpu_session, run
 from tests.helpers.thinning import case_id, each_with_one
 from tests.tools.sweep import rewritten
 
@@ -420,6 +420,62 @@ def test_ranges_that_are_moved_together_leave_no_copy(
     assert not {"Transpose", "Split", "Slice", "Gather"} & {node.op_type for node in fused.graph.node}
     feed = {"x": attended_feed(dtype)["x"]}
     for before, after in zip(run(model, feed), run(fused, feed), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+def of_each_head_indexed(b: Builder, product: str) -> list[str]:
+    """BLOOM, Persimmon."""
+    heads = b("Reshape", product, b.integers(0, 0, 2, 3, HEAD))
+    return [b("Gather", heads, b.scalar(index), axis=3) for index in range(3)]
+
+
+def of_each_head_split(b: Builder, product: str) -> list[str]:
+    """GPT-NeoX, Megatron."""
+    return b("Split", b("Reshape", product, b.integers(0, 0, 2, 3 * HEAD)), outputs=3, axis=3, num_outputs=3)
+
+
+def of_each_head_sliced(b: Builder, product: str) -> list[str]:
+    heads = b("Reshape", product, b.integers(0, 0, 2, 3 * HEAD))
+    return [b("Slice", heads, *map(b.integers, (start, start + HEAD, 3))) for start in range(0, 3 * HEAD, HEAD)]
+
+
+def attended_of_each_head(apart: Callable[[Builder, str], list[str]], bias: bool, dtype: int) -> onnx.ModelProto:
+    b = Builder(dtype)
+    product = b("MatMul", b.input("x", ("batch", "rows", K)), b.array(draw(K, 6 * HEAD), "weight"))
+    product = b("Add", product, b.array(draw(6 * HEAD), "bias")) if bias else product
+    q, k, v = (b("Transpose", each, perm=perm) for each, perm in zip(apart(b, product), PERMS, strict=True))
+    return b.model(b("MatMul", b("Softmax", b("Mul", b("MatMul", q, k), b.array(0.25)), axis=-1), v))
+
+
+@pytest.mark.parametrize("apart", [of_each_head_indexed, of_each_head_split, of_each_head_sliced])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+def test_a_query_a_key_and_a_value_of_each_head_leave_no_copy(
+    apart: Callable[[Builder, str], list[str]], bias: bool, dtype: int
+) -> None:
+    model = attended_of_each_head(apart, bias, dtype)
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    first, second = analysis.sites
+    assert (first.fusion.pattern, second.fusion.pattern) == ("column_ranges", "attention")
+    assert len(first.match.live_outs) == 3
+    fused = rewritten(analysis, transposed=True)
+    assert not {"MatMul", "Add", "Split", "Slice", "Gather"} & {node.op_type for node in fused.graph.node}
+    feed = {"x": attended_feed(dtype)["x"]}
+    # The weight is stored part by part, and the body puts it in the model's order.
+    expected, actual = (cpu_session(each, folds=True).run(None, feed) for each in (model, fused))
+    assert [each.tobytes() for each in actual] == [each.tobytes() for each in expected]
+    if dtype == FLOAT:
+        (_, fusion), _ = found(model)
+        check_meaning(model, fusion, feed)
+
+
+@pytest.mark.parametrize("apart", [of_each_head_indexed, of_each_head_split, of_each_head_sliced])
+def test_parts_of_each_head_of_a_weight_that_stays_are_no_parts(apart: Callable[[Builder, str], list[str]]) -> None:
+    model = attended_of_each_head(apart, True, FLOAT16)
+    analysis = analyse_model(model, resolve("sm_90a", list), keep_weights=True)
+    assert not analysis.transposed
+    feed = {"x": attended_feed(FLOAT16)["x"]}
+    for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
         assert before.tobytes() == after.tobytes()
 
 

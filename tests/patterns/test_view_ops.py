@@ -325,12 +325,16 @@ def test_an_operand_of_q_k_and_v_beside_all_of_them_is_left_outside() -> None:
     check_meaning_of_rest(model)
 
 
-def test_columns_that_lie_apart_are_no_range() -> None:
-    """BLOOM's q, k and v of each head stand side by side."""
+@pytest.mark.parametrize(
+    ("count", "taken", "reason"),
+    [(5, (1,), "strided_slice"), (3, (1, 2), "not_equal_parts"), (3, (0, 1), "not_equal_parts")],
+)
+def test_columns_that_lie_apart_are_no_range(count: int, taken: tuple[int, ...], reason: str) -> None:
+    """One of few parts of each head is a range where they are numbered part by part; two of three are none anywhere."""
     b = Builder()
-    packed = projection(b, b.input("x", (*ROWS, WIDTH)), bias=False, n=3 * WIDTH)
-    heads = b("Reshape", packed, b.integers(0, 0, HEADS, 3, DEPTH))
-    assert refusal(b.model(b("Gather", heads, b.scalar(1), axis=3))).reason == "strided_slice"
+    packed = projection(b, b.input("x", (*ROWS, WIDTH)), bias=False, n=count * WIDTH)
+    heads = b("Reshape", packed, b.integers(0, 0, HEADS, count, DEPTH))
+    assert refusal(b.model(b("Tanh", b("Gather", heads, b.integers(*taken), axis=3)))).reason == reason
 
 
 def test_values_in_two_orders_do_not_meet() -> None:
