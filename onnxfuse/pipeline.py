@@ -20,7 +20,7 @@ from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
 from onnxfuse.graph.single_batch import batches_of_one
 from onnxfuse.graph.transposed_data import put_in_order
-from onnxfuse.graph.weight_readers import block_weights, product_weights
+from onnxfuse.graph.weight_readers import biases, block_weights, product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.lowering.kernel_description import describe
@@ -114,7 +114,8 @@ def _find_sites(
     model: Model, planner: Planner, keep_weights: bool, graphs: Sequence[Graph]
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     """The sites, and what is left alone; found again where one needs a weight otherwise than somebody else has it."""
-    transposable = frozenset[str]() if keep_weights else product_weights(model, graphs) | block_weights(model, graphs)
+    stored = (product_weights, block_weights, biases)
+    transposable = frozenset[str]().union(*(names(model, graphs) for names in stored if not keep_weights))
     while True:
         sites, skipped = _sites_with(replace(planner, transposable=transposable), graphs)
         _, refused = settle(graphs, sites)

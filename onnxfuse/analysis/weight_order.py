@@ -139,19 +139,25 @@ def has_columns_in_turn(fusion: Fusion) -> bool:
 
 def has_runs_in_turn(fusion: Fusion) -> bool:
     """Whether the columns of parts take turns several at a time, `(n1 p n2)`, in some rhs."""
-    return any(PART_AXIS in stepped(fusion, dim)[1:-1] for tensor in fusion.rhs for dim in tensor.dims)
+    return any(_has_runs(fusion, tensor) for tensor in fusion.rhs)
+
+
+def _has_runs(fusion: Fusion, tensor: Tensor) -> bool:
+    return any(PART_AXIS in stepped(fusion, dim)[1:-1] for dim in tensor.dims)
 
 
 def part_by_part(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapping[str, bool]] | None:
     """The fusion of weights whose columns take turns several at a time, stored part by part with k innermost.
+
+    So is a bias of these columns where it may be: no kernel of sm_90a reads runs of one beside each other.
 
     Args:
         fusion: as the model stores its weights.
         allowed: names of tensors that may be stored otherwise.
 
     Returns:
-        The fusion, and of each weight whether the model has n innermost; None where one may not be stored otherwise,
-        has more dimensions than k and n, or is quantised.
+        The fusion, and of each tensor whether the model has n innermost and k; None where a weight may not be stored
+        otherwise, has more dimensions than k and n, or is quantised.
     """
     names = [tensor.name for tensor in fusion.inputs]
     inner = _contracted(fusion)
@@ -165,9 +171,16 @@ def part_by_part(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapp
         if tensor.name not in allowed or names.count(tensor.name) > 1 or fusion.quantization is not None:
             return None
         turned[tensor.name] = tensor.dims == (depth[0], columns[0])
-        parts_first = (PART_AXIS, *(axis for axis in columns[0] if axis != PART_AXIS))
-        rhs.append(replace(tensor, dims=(parts_first, depth[0])))
-    return replace(fusion, rhs=tuple(rhs)), turned
+        rhs.append(replace(tensor, dims=(_parts_first(columns[0]), depth[0])))
+    anew = [tensor for tensor in fusion.operands if tensor.name in allowed and names.count(tensor.name) == 1]
+    anew = [tensor for tensor in anew if len(tensor.dims) == 1 and _has_runs(fusion, tensor) and tensor.wide is None]
+    operands = (replace(each, dims=(_parts_first(each.dims[0]),)) if each in anew else each for each in fusion.operands)
+    turned |= dict.fromkeys((tensor.name for tensor in anew), False)
+    return replace(fusion, rhs=tuple(rhs), operands=tuple(operands)), turned
+
+
+def _parts_first(dim: tuple[str, ...]) -> tuple[str, ...]:
+    return (PART_AXIS, *(axis for axis in dim if axis != PART_AXIS))
 
 
 def _behind_others(tensor: Tensor, inner: set[str]) -> Perm | None:

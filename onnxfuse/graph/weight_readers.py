@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 from onnx import TensorProto
@@ -11,6 +12,7 @@ from onnxfuse.graph.load import is_large, overridable
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
 
 _PASSING_ON = frozenset({"Identity", "Transpose", "Dropout"})  # what may stand between a weight and its product
+_ADDING = frozenset({"Add", "Gemm"})  # a bias, among others
 _BLOCKS = {"DequantizeLinear": slice(None), "MatMulNBits": slice(1, 4)}  # inputs: a weight, its scales and zero points
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -34,6 +36,21 @@ def product_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
             if qualified_op(node) not in PRODUCTS | _PASSING_ON:
                 names -= set(proto.input)
     return frozenset(names)
+
+
+def biases(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
+    """The main graph's rows of numbers that one node reads, which adds them, and that no run may override."""
+    stored = model.proto.graph.initializer
+    rows = (tensor for tensor in stored if len(tensor.dims) == 1 and tensor.data_type in _FLOATS and is_large(tensor))
+    names = {tensor.name for tensor in rows if _is_at_hand(model, tensor)} - overridable(model.proto)
+    times = Counter[str]()
+    for graph in graphs:
+        names -= graph.scope.outputs
+        for node, proto in zip(graph.nodes, graph.scope.nodes, strict=True):
+            times.update(proto.input)
+            if qualified_op(node) not in _ADDING:
+                names -= set(proto.input)
+    return frozenset(name for name in names if times[name] == 1)
 
 
 def block_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:

@@ -166,10 +166,12 @@ def _part_by_part(planner: Planner, match: Match, fusion: Fusion) -> tuple[Fusio
     if found is None:
         return None
     anew, turned = found
+    first = match.products[0]
     turns = {product.rhs: (product.turns, product.run) for product in match.products}
-    dims = {tensor.name: tuple(static_size(fusion, dim) or 0 for dim in tensor.dims) for tensor in anew.rhs}
+    dims = {tensor.name: tuple(static_size(fusion, dim) or 0 for dim in tensor.dims) for tensor in anew.inputs}
     return anew, {
-        name: RowsInTurn(*turns[name], dims[name][0], dims[name], is_turned) for name, is_turned in turned.items()
+        name: RowsInTurn(*turns.get(name, turns[first.rhs]), dims[name][0], dims[name], is_turned)
+        for name, is_turned in turned.items()
     }
 
 

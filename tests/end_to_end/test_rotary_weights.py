@@ -14,6 +14,7 @@ from onnxfuse.device import resolve
 from onnxfuse.graph.rows_in_turn import RowsInTurn, part_by_part, rows_in_turn_of, taking_turns
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.strategy import Strategy
 from tests.end_to_end.test_quantized_models import any_family as any_family
 from tests.end_to_end.test_weight_order import arrays, check_bits
@@ -110,8 +111,56 @@ def test_a_kernel_computes_it_through_the_bridge(rotate: Rotate, order: str, var
     np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=2e-2, atol=2e-2)
 
 
+LONG = 20  # heads, whose bias is no small tensor
+
+
+@pytest.mark.parametrize("order", ["kn", "nk"])
+@pytest.mark.parametrize("rotate", [rotate for rotate in ROTATIONS if rotate not in PAIRS])
+def test_a_bias_is_stored_part_by_part_as_its_weight_is(rotate: Rotate, order: str, tmp_path: Path) -> None:
+    model = rotary(rotate, order, heads=LONG)
+    analysis = analyse_model(model, SM_80)
+    (site,) = analysis.sites
+    assert set(site.implementation.transposed) == {"weight", "bias"}
+    fused = rewritten(analysis, transposed=True)
+    check_bits(model, fused, feed(model, 5), FLOAT)
+    values = arrays(model) | feed(model, 5)
+    own = {name: as_stored(site, name, values[name]) for name in site.implementation.transposed}
+    np.testing.assert_array_equal(arrays(fused)["bias.transposed"], own["bias"])
+    values |= own | {"v0_0": values["x"].reshape(-1, K)}
+    (expected,) = run(model, feed(model, 5))
+    (found,) = compute(site.one_kernel, values, tmp_path)
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_with_its_bias_part_by_part_a_rotated_product_has_kernels_of_sm_90a() -> None:
+    """They walk a row by one stride, and a bias whose parts have their columns in turn takes two."""
+    families = {}
+    for heads in (LONG, HEADS):
+        (site,) = analyse_model(
+            rotary(sliced, k=256, head=64, heads=heads, dtype=FLOAT16), resolve("sm_90a", list)
+        ).sites
+        families[heads] = {variant.family for variant in site.one_kernel.plans[0].variants}
+    assert HOPPER in families[LONG]
+    assert HOPPER not in families[HEADS]
+
+
+@pytest.mark.parametrize("why", ["an output", "read twice", "--keep-weights"])
+def test_a_bias_that_somebody_else_reads_stays(why: str) -> None:
+    model = rotary(sliced, heads=LONG)
+    if why == "an output":
+        model.graph.output.append(helper.make_tensor_value_info("bias", FLOAT, [LONG * HEAD]))
+    if why == "read twice":
+        model.graph.node.append(helper.make_node("Add", ["bias", "bias"], ["twice"]))
+        model.graph.output.append(helper.make_tensor_value_info("twice", FLOAT, [LONG * HEAD]))
+    analysis = analyse_model(model, SM_80, keep_weights=why == "--keep-weights")
+    assert "bias" not in analysis.transposed
+    check_bits(model, rewritten(analysis, transposed=True), feed(model, 5), FLOAT)
+
+
 def as_stored(site: Site, name: str, value: np.ndarray) -> np.ndarray:
     order = site.implementation.transposed[name]
+    if value.ndim == 1:
+        return as_stored(site, name, value[:, None])[:, 0]
     return stored(order, value) if isinstance(order, RowsInTurn) else value.transpose(order)  # type: ignore[arg-type]
 
 
