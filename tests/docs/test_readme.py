@@ -82,6 +82,7 @@ def test_the_figures_are_those_of_the_committed_result() -> None:
     [
         ("h200-strangers", "models that nobody"),
         ("h200-strangers-30", "more, timed"),
+        ("h200-strangers-41", "others, timed"),
         ("h200-convolutions", "networks of convolutions"),
     ],
 )

@@ -49,7 +49,7 @@ def document() -> str:
             *_memory(result("h200-memory")),
             *_drawn([result(name) for name in DRAWN]),
             *_dynamic(result("h200-dynamic-mlp")),
-            *_quantized(result("h200-quantized")),
+            *_quantized(result("h200-quantized"), result("h200-quantized-fp32")),
             *_optimized(result("h200-optimized")),
             *_if_there("h200-genai", _decoding),
             *_if_there("h200-group-norm", _group_norm),
@@ -143,16 +143,18 @@ def _few_queries(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _quantized(found: Mapping[str, Any]) -> list[str]:
+def _quantized(found: Mapping[str, Any], of_fp32: Mapping[str, Any]) -> list[str]:
     names = ("stock", "stock, its mode", "fused")
     plain = ("of 16 or 32 bits", "the same fused")
-    rows = [(row["form"], str(row["m"]), *(f"{row[name]:.1f}" for name in _timed(row, names))) for row in found["rows"]]
+    every = (*found["rows"], *of_fp32["rows"])
+    rows = [(row["form"], str(row["m"]), *(f"{row[name]:.1f}" for name in _timed(row, names))) for row in every]
     return [
         "## Weights of 4 and 8 bits\n",
         "The MLP of a model of 8 billion parameters, 4096 -> 2 x 14336 -> 4096 with SiLU and residual, microseconds:",
         "stock ONNX Runtime, the same with `ORT_FPA_INTB_GEMM=1`, fused; and the same MLP in fp16, or in fp32 beside",
         "activations of fp32.\n",
         _source(found),
+        _source(of_fp32),
         *_table(("weights", "rows", *names, *plain), rows),
     ]
 

@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--form", action="append", choices=FORMS, help="only these forms")
     options = parser.parse_args()
     arch = spec_of(driver.local_architectures()[0]).arch
-    result: dict[str, Any] = origin("python -m tests.perf.quantized_mlp --out results/h200-quantized.json")
+    of = "".join(f' --form "{form}"' for form in options.form or ())
+    result: dict[str, Any] = origin(f"python -m tests.perf.quantized_mlp{of} --out {options.out}")
     result["rows"] = []
     with tempfile.TemporaryDirectory() as name:
         for form in options.form or FORMS:
