@@ -28,6 +28,7 @@ FOLDERS: dict[str, Callable[[], ModelProto]] = {
     "4 bits, blocks of 32": lambda: quantized_model(decoder(FLOAT16), Form(4, 32)),
     "4 bits, blocks of 128, zero points": lambda: quantized_model(decoder(FLOAT16), Form(4, 128, True)),
     "8 bits": lambda: quantized_model(decoder(FLOAT16), Form(8, 32)),
+    "4 bits, activations of fp32": lambda: quantized_model(decoder(FLOAT), Form(4, 32)),
 }
 
 
