@@ -27,11 +27,11 @@ OPS = {
     "neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "log": 1, "reciprocal": 1, "erf": 1, "tanh": 1, "sigmoid": 1,
     "sin": 1, "cos": 1,
     "softplus": 1, "relu": 1, "leaky_relu": 2, "elu": 2, "hard_sigmoid": 3, "hard_swish": 1, "mish": 1,
-    "gelu": 1, "gelu_tanh": 1, "clip": 3, "where": 3, "round_f32": 1, "round_f16": 1, "round_bf16": 1,
+    "gelu": 1, "gelu_tanh": 1, "clip": 3, "greater": 2, "where": 3, "round_f32": 1, "round_f16": 1, "round_bf16": 1,
 }  # fmt: skip
 ROUNDS = frozenset({"round_f32", "round_f16", "round_bf16"})  # to the nearest number of a dtype, ties to even
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-NONLINEAR = frozenset(OPS) - ROUNDS - {"add", "sub", "mul", "div", "neg", "min", "max", "where"}
+NONLINEAR = frozenset(OPS) - ROUNDS - {"add", "sub", "mul", "div", "neg", "min", "max", "greater", "where"}
 
 Dim = tuple[str, ...]
 Value = str | float  # what steps read and stores take: a name, made below, or a number

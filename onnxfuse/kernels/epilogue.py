@@ -95,6 +95,7 @@ EXPRESSIONS: dict[str, Expression] = {
     "gelu": _template("pointwise::gelu({})", fast="pointwise::fast_gelu({})"),
     "gelu_tanh": _template("pointwise::gelu_tanh({})", fast="pointwise::fast_gelu_tanh({})"),
     "clip": _template("pointwise::clip({}, {}, {})"),
+    "greater": _template("{} > {} ? 1.0f : 0.0f"),
     "where": _template("{} != 0.0f ? {} : {}"),
     # Adding -0 changes no number; as an intrinsic it is never contracted with the product before it into one fma.
     "round_f32": _template("__fadd_rn({}, -0.0f)"),

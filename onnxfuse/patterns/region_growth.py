@@ -22,6 +22,7 @@ from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.arguments import Arguments, Range
+from onnxfuse.patterns.choices import LARGER, comparison_before, is_chosen_by, is_continuous
 from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, NoColumns, concatenated, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
@@ -206,6 +207,10 @@ class GrownRegion:
             self._absorb_sequence_at(node)
         elif op in ("Greater", "Where") and self._is_softplus(node):
             self._absorb_softplus(node)
+        elif op in LARGER and columns and self._may_choose and is_chosen_by(self.graph, node):
+            self._take(node, None)
+        elif (comparison := comparison_before(node)) is not None and comparison.outputs[0].name in self.values:
+            self._absorb_choice(node, comparison)
         elif not columns and (self.arguments.expands(node) or self._hands_on(node)):
             self._take(node, None)
         elif op == "Shape" or not columns or self._reads_type_alone(node):
@@ -236,6 +241,30 @@ class GrownRegion:
     def _absorb_softplus(self, node: gs.Node) -> None:
         softplus = softplus_of(self.graph, node)
         self._take(node, None if softplus is None else self.values[softplus.name])
+
+    @property
+    def _may_choose(self) -> bool:
+        """Whether a value may say which of two functions of it is taken: a choice between scores is a mask's."""
+        return not self.epilogue.rounds and not self.of_scores
+
+    def _absorb_choice(self, node: gs.Node, comparison: gs.Node) -> None:
+        """One of two functions of a value, by whether that is larger than a number."""
+        compared = comparison.inputs if LARGER[qualified_op(comparison)] == 0 else comparison.inputs[::-1]
+        inputs = [*compared, *node.inputs[1:]]
+        columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
+        self._check_pointwise(node, columns)
+        if any(value.rest for value in columns):
+            raise NotFusable("unknown_op", "", "chooses between values that were put together")
+        value = replace(columns[0], view=common_view([value.view for value in columns]))
+        value = replace(value, view=self.arguments.broadcast(node, value.view))
+        larger, smaller, *functions = (self.arguments.argument(tensor, value) for tensor in inputs)
+        is_larger = self.values.get(compared[0].name) is not None
+        x, threshold = (larger, smaller) if is_larger else (smaller, larger)
+        if not is_continuous(self.epilogue, x, threshold, (functions[0], functions[1])):
+            raise NotFusable("unknown_op", "", "chooses by a comparison, and its values differ at the threshold")
+        self._check_keeps_shape(node, len(value.view))
+        chosen = self.epilogue.apply("where", self.epilogue.apply("greater", larger, smaller), *functions)
+        self._take(node, replace(value, ref=self._stored(node, chosen)))
 
     def _reads_type_alone(self, node: gs.Node) -> bool:
         """Whether a CastLike makes another value alike, as exporters write the numbers beside a product."""

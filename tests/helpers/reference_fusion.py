@@ -51,6 +51,7 @@ OPS = {
     "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "greater": lambda x, y: np.greater(x, y).astype(np.float64),
     "where": _where,
     "round_f32": lambda x: np.float32(x).astype(np.float64),
     "round_f16": lambda x: np.float16(x).astype(np.float64),

@@ -79,6 +79,7 @@ CASES = [
     Case("gelu_tanh", ("x",), ulps=4 * 40, scaled=ULP / 4),
     Case("clip", ("x", -1.0, 6.0)),
     Case("clip", ("x", "y", math.inf)),
+    Case("greater", ("x", "y")),
     Case("where", ("x", "y", 3.0)),
     *(Case(op, ("x",), ulps=0) for op in sorted(ROUNDS)),
     Case("sigmoid", ("x",), absolute=4 * ULP, fast=True),

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Builder, str], str]] = {
     **{op: lambda b, x, op=op: b(op, x) for op in ("Relu", "Sigmoid", "Tanh", "Softplus", "HardSwish", "LeakyRelu")},
     **{name: SPELLED[name] for name in ("silu", "gelu", "mish", "clip")},
     "Gelu": lambda b, x: b("Gelu", x, approximate="tanh"),
+    "chosen": lambda b, x: b("Where", b("Less", x, b.array(0.0)), b("Mul", x, b.array(0.1)), x),
     "squared": lambda b, x: b("Mul", b("Relu", x), b("Relu", x)),
     "in fp32": lambda b, x: b("Cast", b("Sigmoid", b("Cast", x, to=FLOAT)), to=b.dtype),
 }
@@ -66,7 +67,7 @@ def turned(b: Builder, y: str) -> str:
 
 
 def compared(b: Builder, y: str) -> str:
-    return b("Where", b("Greater", y, b.array(0.0)), y, b.array(0.0))
+    return b("Where", b("Greater", y, b.array(0.0)), b.array(1.0), b.array(0.0))
 
 
 def to_a_longer_tensor(b: Builder, y: str) -> str:
