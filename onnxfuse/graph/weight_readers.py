@@ -24,33 +24,34 @@ def product_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
         model: the model.
         graphs: all its scopes.
     """
-    given = overridable(model.proto)
-    names = {
-        tensor.name
-        for tensor in model.proto.graph.initializer
-        if len(tensor.dims) > 1 and tensor.data_type in _FLOATS and is_large(tensor) and _is_at_hand(model, tensor)
-    } - given
-    for graph in graphs:
-        names -= graph.scope.outputs
-        for node, proto in zip(graph.nodes, graph.scope.nodes, strict=True):
-            if qualified_op(node) not in PRODUCTS | _PASSING_ON:
-                names -= set(proto.input)
-    return frozenset(names)
+    names = {tensor.name for tensor in _large_floats(model) if len(tensor.dims) > 1}
+    return frozenset(_read_by_alone(PRODUCTS | _PASSING_ON, names, graphs))
 
 
 def biases(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
     """The main graph's rows of numbers that one node reads, which adds them, and that no run may override."""
-    stored = model.proto.graph.initializer
-    rows = (tensor for tensor in stored if len(tensor.dims) == 1 and tensor.data_type in _FLOATS and is_large(tensor))
-    names = {tensor.name for tensor in rows if _is_at_hand(model, tensor)} - overridable(model.proto)
-    times = Counter[str]()
+    names = {tensor.name for tensor in _large_floats(model) if len(tensor.dims) == 1}
+    times = Counter(name for graph in graphs for proto in graph.scope.nodes for name in proto.input)
+    return frozenset(name for name in _read_by_alone(_ADDING, names, graphs) if times[name] == 1)
+
+
+def _large_floats(model: Model) -> Iterator[TensorProto]:
+    """What the main graph stores in many bytes, can store anew, and no run may override."""
+    given = overridable(model.proto)
+    for tensor in model.proto.graph.initializer:
+        is_large_float = tensor.data_type in _FLOATS and is_large(tensor)
+        if is_large_float and tensor.name not in given and _is_at_hand(model, tensor):
+            yield tensor
+
+
+def _read_by_alone(ops: Set[str], names: set[str], graphs: Iterable[Graph]) -> set[str]:
+    """Those of the names that no other ops read and no graph gives out."""
     for graph in graphs:
-        names -= graph.scope.outputs
+        names = names - graph.scope.outputs
         for node, proto in zip(graph.nodes, graph.scope.nodes, strict=True):
-            times.update(proto.input)
-            if qualified_op(node) not in _ADDING:
-                names -= set(proto.input)
-    return frozenset(name for name in names if times[name] == 1)
+            if qualified_op(node) not in ops:
+                names = names - set(proto.input)
+    return names
 
 
 def block_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
@@ -81,9 +81,9 @@ class Arguments:
                     dims[-place] = (Piece(axis, size),)
         return tuple(dims)
 
-    def of(self, node: gs.Node, value: Columns, columns: Range) -> list[Ref]:
-        """The inputs' expressions, for a range of the value's columns."""
-        every = zip(node.inputs, self._of(node, value), strict=True)
+    def of(self, node: gs.Node, value: Columns, columns: Range, inputs: Sequence[gs.Tensor]) -> list[Ref]:
+        """The expressions of a node's inputs, or of what stands for them, for a range of the value's columns."""
+        every = zip(inputs, self._of(node, value, inputs), strict=True)
         return [self._range(tensor, ref, value, columns) for tensor, ref in every]
 
     def _range(self, tensor: gs.Tensor, ref: Ref, value: Columns, columns: Range) -> Ref:
@@ -102,12 +102,12 @@ class Arguments:
             return ref
         return self._epilogue.moved(ref, columns.index * int(value.length) // columns.count)
 
-    def _of(self, node: gs.Node, value: Columns) -> list[Ref]:
+    def _of(self, node: gs.Node, value: Columns, inputs: Sequence[gs.Tensor]) -> list[Ref]:
         channels = CHANNELS.get(qualified_op(node))
         if channels is None:
-            return [self.argument(tensor, value) for tensor in node.inputs]
+            return [self.argument(tensor, value) for tensor in inputs]
         beside = replace(value, view=value.view[channels : channels + 1])
-        first, *vectors = node.inputs
+        first, *vectors = inputs
         return [self.argument(first, value), *(self.argument(tensor, beside) for tensor in vectors)]
 
     def expands(self, node: gs.Node) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
+from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import CONSTANT, EpilogueGraph, Expression, Ref
@@ -61,7 +63,26 @@ def comparison_before(where: gs.Node) -> gs.Node | None:
     return makers[0] if len(makers) == 1 and qualified_op(makers[0]) in LARGER else None
 
 
-def is_continuous(epilogue: EpilogueGraph, x: Ref, threshold: Ref, functions: tuple[Ref, Ref]) -> bool:
+def compared_and_chosen(comparison: gs.Node, where: gs.Node) -> list[gs.Tensor]:
+    """What a choice reads: what has to be larger, than what, and what is taken then and else."""
+    larger = LARGER[qualified_op(comparison)]
+    return [comparison.inputs[larger], comparison.inputs[1 - larger], *where.inputs[1:]]
+
+
+def choice(epilogue: EpilogueGraph, inputs: list[Ref], attributes: Mapping[str, Any]) -> Ref:
+    """The expression of what `compared_and_chosen` says.
+
+    Raises:
+        NotFusable: what it takes is not one number at the threshold, or nothing is one.
+    """
+    larger, smaller, *functions = inputs
+    x, threshold = (larger, smaller) if epilogue.expressions[smaller].op == CONSTANT else (smaller, larger)
+    if not _is_continuous(epilogue, x, threshold, functions):
+        raise NotFusable("unknown_op", "", "chooses by a comparison, and its values differ at the threshold")
+    return epilogue.apply("where", epilogue.apply("greater", larger, smaller), *functions)
+
+
+def _is_continuous(epilogue: EpilogueGraph, x: Ref, threshold: Ref, functions: list[Ref]) -> bool:
     """Whether two functions are one number where x is at a threshold, a constant."""
     expressions = epilogue.expressions
     if expressions[threshold].op != CONSTANT or expressions[x].op == CONSTANT:

@@ -7,7 +7,7 @@ arithmetic of a computed chunk. It stops at everything else, and remembers why.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
@@ -22,7 +22,7 @@ from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.arguments import Arguments, Range
-from onnxfuse.patterns.choices import LARGER, comparison_before, is_chosen_by, is_continuous
+from onnxfuse.patterns.choices import LARGER, choice, compared_and_chosen, comparison_before, is_chosen_by
 from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, NoColumns, concatenated, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
@@ -198,8 +198,7 @@ class GrownRegion:
         """Absorb one reader; NotFusable says why not."""
         if self._is_taken(node):
             raise NotFusable("taken", "", "what follows belongs to another site")
-        inputs = node.inputs[:MAX_INPUTS]
-        columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
+        columns = self._grown(node.inputs[:MAX_INPUTS])
         op = qualified_op(node)
         if any(node is each for each in self._shift):
             self._take(node, columns[0] if node is self._shift[-1] else None)
@@ -224,7 +223,7 @@ class GrownRegion:
         elif op in VIEWS:
             self._absorb_view(node)
         elif (lower := pointwise_row(node)) is not None:
-            self._absorb_pointwise(node, columns, lower)
+            self._absorb_pointwise(node, node.inputs, lower)
         else:
             raise NotFusable("unknown_op", "", f"{op} is not pointwise")
 
@@ -249,22 +248,10 @@ class GrownRegion:
 
     def _absorb_choice(self, node: gs.Node, comparison: gs.Node) -> None:
         """One of two functions of a value, by whether that is larger than a number."""
-        compared = comparison.inputs if LARGER[qualified_op(comparison)] == 0 else comparison.inputs[::-1]
-        inputs = [*compared, *node.inputs[1:]]
-        columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
-        self._check_pointwise(node, columns)
-        if any(value.rest for value in columns):
+        inputs = compared_and_chosen(comparison, node)
+        if any(value.rest for value in self._grown(inputs)):
             raise NotFusable("unknown_op", "", "chooses between values that were put together")
-        value = replace(columns[0], view=common_view([value.view for value in columns]))
-        value = replace(value, view=self.arguments.broadcast(node, value.view))
-        larger, smaller, *functions = (self.arguments.argument(tensor, value) for tensor in inputs)
-        is_larger = self.values.get(compared[0].name) is not None
-        x, threshold = (larger, smaller) if is_larger else (smaller, larger)
-        if not is_continuous(self.epilogue, x, threshold, (functions[0], functions[1])):
-            raise NotFusable("unknown_op", "", "chooses by a comparison, and its values differ at the threshold")
-        self._check_keeps_shape(node, len(value.view))
-        chosen = self.epilogue.apply("where", self.epilogue.apply("greater", larger, smaller), *functions)
-        self._take(node, replace(value, ref=self._stored(node, chosen)))
+        self._absorb_pointwise(node, inputs, choice)
 
     def _reads_type_alone(self, node: gs.Node) -> bool:
         """Whether a CastLike makes another value alike, as exporters write the numbers beside a product."""
@@ -301,13 +288,19 @@ class GrownRegion:
         if node.op in ANGULAR and any(extent(product.k) == 1 for product in self.products):
             raise NotFusable("outer_product", "", "k is 1: angles of positions, in which nothing is summed")
 
-    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
+    def _grown(self, tensors: Iterable[gs.Tensor]) -> list[Columns]:
+        """Those of some tensors that are values."""
+        return [value for tensor in tensors if (value := self.values.get(tensor.name)) is not None]
+
+    def _absorb_pointwise(self, node: gs.Node, reads: Sequence[gs.Tensor], lower: Lower) -> None:
+        """What a node makes of some tensors, its inputs or what stands for them, element by element."""
+        columns = self._grown(reads)
         self._check_pointwise(node, columns)
         part = replace(columns[0], view=common_view([value.view for value in columns]))
         ranges = max(len(value.refs) for value in columns)
         value, ranges = self._of_all_parts(node, part) or (replace(part, rest=()), ranges)
         value = replace(value, view=self.arguments.broadcast(node, value.view))
-        inputs = [self.arguments.of(node, value, Range(index, ranges)) for index in range(ranges)]
+        inputs = [self.arguments.of(node, value, Range(index, ranges), reads) for index in range(ranges)]
         self._check_keeps_shape(node, len(value.view))
         first, *rest = (self._stored(node, lower(self.epilogue, each, node.attrs)) for each in inputs)
         self._take(node, replace(value, ref=first, rest=tuple(rest)))
@@ -435,8 +428,7 @@ class GrownRegion:
         lower = pointwise_row(node)
         assert lower is not None, "SwiGLU has a row"
         if len(node.inputs) > 1 and not node.inputs[1].is_empty():
-            columns = [value for tensor in node.inputs if (value := self.values.get(tensor.name)) is not None]
-            self._absorb_pointwise(node, columns, lower)
+            self._absorb_pointwise(node, node.inputs, lower)
         else:
             both = whole(self.epilogue, self._single(node), -1, "splits")
             gate, up = both.ranges([both.length // 2] * 2)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import DTypeLike
 from onnx import ModelProto
 
 import onnxfuse
@@ -45,7 +46,7 @@ MOST_APART = 2.0**-5  # of the largest output: both sides round in fp16, layer b
 
 
 def captured(
-    path: Path, shape: Sequence[int], runs: int = 1, dtype: type[np.floating] = np.float16
+    path: Path, shape: Sequence[int], runs: int = 1, dtype: DTypeLike = np.float16
 ) -> tuple[Capture, np.ndarray]:
     """A model's runs, one behind the other, as one CUDA graph, and its first output."""
     drawn = np.random.default_rng(1).standard_normal(1 << 20, np.float32).astype(dtype)

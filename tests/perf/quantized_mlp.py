@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import ModelProto
+from onnx.helper import tensor_dtype_to_np_dtype
 
 import onnxfuse
 from onnxfuse.device import spec_of
@@ -77,13 +78,18 @@ def mlps(form: Form | None, dtype: int) -> ModelProto:
     return b.finished(x)
 
 
-def timed(paths: dict[str, Path], rows: int, dtype: type[np.floating]) -> dict[str, Any]:
+def dtype_of(form: str) -> int:
+    """The activations' type."""
+    return FLOAT if form == OF_FP32 else FLOAT16
+
+
+def timed(paths: dict[str, Path], rows: int, form: str) -> dict[str, Any]:
     """Microseconds of one MLP, by the model's name, and how far the fused output is from stock's."""
-    count = RUNS if rows < LONG_ENOUGH else 1
+    count, numpy = RUNS if rows < LONG_ENOUGH else 1, tensor_dtype_to_np_dtype(dtype_of(form))
     runs, outputs = {}, {}
     for name, path in paths.items():
         os.environ[MODE] = "1" if name == "stock, its mode" else "0"
-        runs[name], outputs[name] = captured(path, (rows, SIZES.width), count, dtype)
+        runs[name], outputs[name] = captured(path, (rows, SIZES.width), count, numpy)
     times = in_turn([run.seconds for run in runs.values()])
     stock, fused = outputs["stock"], outputs["fused"]
     apart = float(np.abs(fused - stock).max() / np.abs(stock).max())
@@ -92,7 +98,8 @@ def timed(paths: dict[str, Path], rows: int, dtype: type[np.floating]) -> dict[s
 
 def prepared(folder: Path, form: str, arch: str) -> tuple[dict[str, Path], int]:
     """The models of a form, and how many sites of it are fused."""
-    dtype, plain = (FLOAT, "fp32") if form == OF_FP32 else (FLOAT16, "fp16")
+    dtype = dtype_of(form)
+    plain = "fp32" if dtype == FLOAT else "fp16"
     names = ("stock", "stock, its mode", "fused", plain, f"{plain} fused")
     paths = {name: folder / f"{form}.{name}.onnx" for name in names}
     onnx.save(mlps(FORMS[form], dtype), paths["stock"])
@@ -116,12 +123,7 @@ def main() -> None:
         for form in options.form or FORMS:
             paths, sites = prepared(Path(name), form, arch)
             for rows in ROWS:
-                row = {
-                    "form": form,
-                    "m": rows,
-                    "sites": sites,
-                    **timed(paths, rows, np.float32 if form == OF_FP32 else np.float16),
-                }
+                row = {"form": form, "m": rows, "sites": sites, **timed(paths, rows, form)}
                 result["rows"].append(row)
                 write_result(options.out, result)
                 figures = (f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))

@@ -179,11 +179,14 @@ struct KeptRows {
     multiply_excess(kept_step);
   }
 
+  // Of the mma, the row that a lane keeps.
+  static __device__ __forceinline__ int own_row(int group) { return lane_group() / SPREAD + group * MMA_ROWS; }
+
   __device__ __forceinline__ void go_to(const Work& work, const Tile& tile) {
     const int k = work.depth(0) + depth(0) + lane() % 4 * LANE_ELEMENTS;
 #pragma unroll
     for (int group = 0; group < ROW_GROUPS; ++group) {
-      const int row = (lane_group() / SPREAD + group * MMA_ROWS) / TERMS;
+      const int row = own_row(group) / TERMS;
       coming_from[group] = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch,
                                                                     tile.row + row, k);
       coming_depth[group] = row < work.rows(tile) ? WEIGHT_DEPTH - k : 0;
@@ -214,8 +217,7 @@ struct KeptRows {
           const int along = (first + s) * WARPS_K * BLOCK_K + depth(piece) - depth(0);
           auto& words = (STREAMED ? coming : pairs)[s][piece][group];
           if constexpr (TERMS > 1) {
-            const int row = lane_group() / SPREAD + group * MMA_ROWS;
-            load_terms<WIDE>(words, coming_from[group] + along, coming_depth[group] - along, row % TERMS);
+            load_terms<WIDE>(words, coming_from[group] + along, coming_depth[group] - along, own_row(group) % TERMS);
           } else {
             load_words<WIDE>(words, coming_from[group] + along, coming_depth[group] - along);
           }
