@@ -23,7 +23,7 @@ from onnxfuse.patterns.epilogue_graph import CONSTANT, EpilogueGraph, Expression
 Values = NDArray[np.float64]
 
 LARGER = {"Greater": 0, "GreaterOrEqual": 0, "Less": 1, "LessOrEqual": 1}  # which input, by op
-DRAWN = 16  # numbers for everything but x
+DRAWN = 64  # numbers for everything but x, half of them 0: masks are read as such
 APART = 1e-5  # of the larger of 1 and the number: less than 16 bits tell apart
 
 
@@ -96,7 +96,7 @@ def _is_continuous(epilogue: EpilogueGraph, x: Ref, threshold: Ref, functions: l
         if expression.op == CONSTANT:
             known[ref] = np.full(DRAWN, _number(expression))
         elif not expression.inputs:
-            known[ref] = rng.standard_normal(DRAWN)
+            known[ref] = rng.standard_normal(DRAWN) * rng.integers(0, 2, DRAWN)
         elif expression.op not in VALUES:
             return False
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxfuse.patterns.choices import LARGER
-from tests.helpers.matching import K, check_meaning, linear, only, sites
+from tests.helpers.matching import K, N, check_meaning, linear, only, sites
 from tests.helpers.onnx_build import FLOAT16, Builder, run
 from tests.patterns.test_normalisation import analysed
 from tests.tools import sweep
@@ -100,7 +100,13 @@ def of_another_value(b: Builder, x: str) -> str:
     return b("Where", b("Greater", b("Mul", x, b.array(2.0)), b.array(0.0)), x, b("Mul", x, b.array(0.1)))
 
 
-JUMPS: dict[str, Activation] = {f.__name__: f for f in (step, jumps, by_an_operand, of_another_value)}
+def jumps_under_a_mask(b: Builder, x: str) -> str:
+    return by_zero(b, x, b("Where", b.raw(np.arange(N) % 2 == 0, "mask"), x, b.array(5.0)), x)
+
+
+JUMPS: dict[str, Activation] = {
+    f.__name__: f for f in (step, jumps, by_an_operand, of_another_value, jumps_under_a_mask)
+}
 
 
 @pytest.mark.parametrize("name", JUMPS)
