@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from onnxfuse.device import CACHE_LINE, SECTOR, DeviceSpec
+from onnxfuse.dtypes import F32
 from onnxfuse.schedule import cost_model, small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
@@ -96,7 +97,7 @@ class SmallM(ProductFamily):
 
     def launch(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Launch:
         """A block for each tile, or a persistent grid of clusters."""
-        alone = super().launch(spec, tile, device)
+        alone = replace(super().launch(spec, tile, device), early_depth=_early_depth(spec, tile, device))
         return alone if tile.splits == 1 else replace(alone, cluster=tile.splits)
 
     def access_path(self, role: str, access: Access) -> str:
@@ -104,7 +105,10 @@ class SmallM(ProductFamily):
         return path(PATHS, role, access)
 
     def flow(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Flow:
-        """As many blocks as registers hold, or as many clusters as the chip has room for. A cluster counts as one."""
+        """As many blocks as registers hold, or as many clusters as the chip has room for. A cluster counts as one.
+
+        It starts early, as it did where the networks learnt it.
+        """
         blocks = small_m_tile.resident_blocks(spec, tile)
         if tile.splits > 1:
             at_once = cost_model.clusters_at_once(tile.splits, blocks, device)
@@ -130,6 +134,19 @@ class SmallM(ProductFamily):
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""
         return m <= tile.block_m
+
+
+def _early_depth(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> int:
+    """How much k the tiles of the grid, or of one cluster of a persistent one, may have for an early start to pay.
+
+    Behind a kernel of wgmma, whose blocks end one after the other, multiprocessors that are free first get more of the
+    blocks than others. That costs a share of the time; of a short kernel less than a launch.
+    """
+    anyway = any_depth(device)
+    if spec.dtype != F32 or anyway == 0:
+        return anyway
+    rows = calibration(device).small_m_early_bytes / (tile.block_n * spec.parts * spec.dtype.bytes)
+    return int(rows / (device.multiprocessors // tile.splits if tile.splits > 1 else 1))
 
 
 def _first_loads(tile: SmallMTile) -> int:

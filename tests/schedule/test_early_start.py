@@ -12,7 +12,9 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.hopper_tile import STAGE_ROW_BYTES
 from onnxfuse.schedule.kernel_family import ANY_DEPTH, AnyTile
 from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.small_m import SMALL_M
 from tests.perf.calibrate import planned_spec
+from tests.perf.early_launch import starts_early
 
 RINGS = ("hopper", "hopper_swapped")
 CASES = list(product((320, 14336), (1280, 4096), (1, 2), (("kn", "f16"), ("nk", "f16"), ("nk", "f32"))))
@@ -41,6 +43,21 @@ def test_a_block_that_starts_early_loads_no_more_than_pays(k: int, n: int, parts
         rhs, kept = spec.parts * tile.block_n * spec.dtype.bytes, getattr(tile, "kept_k", 0)
         of_k = (tile.block_m * spec.dtype.bytes + (0 if kept else rhs)) / splits
         assert most - splits * STAGE_ROW_BYTES / spec.dtype.bytes * of_k < depth * of_k + kept * rhs <= most
+
+
+@pytest.mark.parametrize(("k", "n", "early"), [(1024, 4096, True), (3072, 2048, True), (4096, 4096, False)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_few_rows_of_fp32_start_early_where_the_weight_is_small(k: int, n: int, parts: int, early: bool) -> None:
+    """Whatever its tiles are, and not those of 16 bits, whose weight is as large."""
+    device = ARCHITECTURES["sm_90a"]
+    for dtype, width in (("f32", n // parts), ("f16", 2 * n // parts)):
+        spec = planned_spec(k, width, parts, "nk", "bias", dtype, device)
+        tiles = [each for each in SMALL_M.candidates(spec, device, k) if not SMALL_M.why_not(spec, each.tile, device)]
+        assert tiles
+        for entry in tiles:
+            rule = SMALL_M.launch(spec, entry.tile, device)
+            grid = -(-width // entry.tile.block_n)
+            assert starts_early(rule, grid, k, device) == (early or dtype == "f16"), entry.tile
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "ptx"])

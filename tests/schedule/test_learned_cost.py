@@ -15,6 +15,7 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.learned_cost import Kernels
+from onnxfuse.schedule.small_m import SMALL_M
 from tests.perf import learn
 from tests.perf.calibrate import planned_spec
 from tests.perf.early_launch import starts_early
@@ -115,7 +116,10 @@ def test_an_empty_product_has_a_finite_estimate(sizes: tuple[int, int, int]) -> 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_a_kernel_is_seen_to_start_early_where_the_bridge_starts_it_so(dtype: str) -> None:
+    """But for those for few rows: all that the networks learnt had started early, also of weights that do not now."""
     spec, entries, flows = site(dtype)
+    kept = [index for index, entry in enumerate(entries) if entry.family is not SMALL_M]
+    entries, flows = [entries[index] for index in kept], [flows[index] for index in kept]
     rules = [entry.family.launch(spec, entry.tile, DEVICE) for entry in entries]
     found = set()
     for rows in (1, 300, 5000, 16384):

@@ -113,6 +113,7 @@ class Calibration:
     small_m_meeting: Mapping[str, float]
     small_m_sectors: Mapping[str, float]
     small_m_short_row: float
+    small_m_early_bytes: float
     hopper_zero_row: float
     hopper_box: float
     hopper_epilogue: Mapping[str, float]
