@@ -97,11 +97,12 @@ def _elementwise(known: Known) -> list[Shape | None]:
 
 
 def _matmul(known: Known) -> list[Shape | None]:
+    """A vector is a row on the left and a column on the right, and has no such dimension in the result."""
     lhs, rhs = known.shape(0), known.shape(1)
-    if lhs is None or rhs is None or min(len(lhs), len(rhs)) < 2:
+    if not lhs or not rhs:
         return [None]
     batch = _broadcast(lhs[:-2], rhs[:-2])
-    return [None if batch is None else (*batch, lhs[-2], rhs[-1])]
+    return [None if batch is None else (*batch, *lhs[-2:-1], *(rhs[-1:] if len(rhs) > 1 else ()))]
 
 
 def _gemm(known: Known) -> list[Shape | None]:

@@ -6,7 +6,6 @@ one where a product has the sums; else the op stays whole, which adds as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from onnxfuse.graph.skip_norms import is_added_and_normalised
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.behind_rows import grown_behind, passes_behind
-from onnxfuse.patterns.deviation import of_deviation
+from onnxfuse.patterns.deviation import MOST_ADDED, of_deviation
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
@@ -94,7 +93,7 @@ def _is_normalised(graph: Graph, core: Core) -> bool:
     """Whether a kernel has the types of its rows and the registers for their columns; they stay rows."""
     shape, made = (graph.shape(tensor.name) or () for tensor in (core.x, core.normal))
     floats = all(graph.dtype(tensor.name) in FLOATS_BY_ONNX for tensor in (core.x, core.normal))
-    if not shape or len(made) != len(shape) or not isinstance(shape[-1], int) or not math.isfinite(core.epsilon):
+    if not shape or len(made) != len(shape) or not isinstance(shape[-1], int) or not core.epsilon < MOST_ADDED:
         return False
     return floats and 1 < shape[-1] <= MOST_NORMALISED
 

@@ -21,6 +21,7 @@ DOUBLE = onnx.TensorProto.DOUBLE  # in which TorchScript sums 16 bits
 SUM = "ReduceSum"  # of squares, as linear attentions make rows one long
 VIEWS = ("Reshape", "Expand")
 MOST_VIEWS = 4  # behind a variance
+LEAST_FACTOR = 2.0**-32  # of a sum or a length; epsilon over it, and over its square, is a number of fp32
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
 
@@ -71,11 +72,11 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
     """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal."""
     squares = squared(graph, node, *MEANS, SUM)
-    count = 1 if node.op != SUM else columns_of(graph, node)
-    if not squares or count is None:
+    summed = 1 if node.op != SUM else columns_of(graph, node)
+    if not squares or summed is None:
         return None
     for end in ends(graph, node):
-        nodes = (*squares, node, *end.between, end.last)
+        nodes, count = (*squares, node, *end.between, end.last), summed * end.factor
         core = of_rows(graph, node, nodes, end.divided, end.epsilon / count, count)
         if core is not None:
             return replace(core, affine=end.affine)
@@ -143,6 +144,7 @@ class End:
         last: the node that divides or multiplies rows.
         divided: the rows.
         epsilon: what is added to the mean.
+        factor: what that is multiplied by before.
         affine: what the reciprocal is multiplied by before the rows are.
     """
 
@@ -150,6 +152,7 @@ class End:
     last: gs.Node
     divided: gs.Tensor
     epsilon: float
+    factor: float
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
 
 
@@ -158,27 +161,42 @@ def ends(graph: Graph, mean: gs.Node) -> Iterator[End]:
 
     Flax and Haiku multiply the reciprocal by the scale, and rows by that.
     """
-    nodes, epsilon = root_of(graph, mean) or ([], 0.0)
-    if not nodes:
+    found = root_of(graph, mean)
+    if found is None:
         return
-    root = nodes[-1].outputs[0]
+    nodes, root = found.nodes, found.nodes[-1].outputs[0]
     if nodes[-1].op == "Sqrt":
         last = reader(nodes[-1], "Div")
         if last is not None and last.inputs[1] is root:
-            yield End(tuple(nodes), last, last.inputs[0], epsilon)
+            yield End(nodes, last, last.inputs[0], found.epsilon, found.factor)
         return
     product = reader(nodes[-1], "Mul")
     if product is None:
         return
-    yield End(tuple(nodes), product, other(product, root), epsilon)
+    yield End(nodes, product, other(product, root), found.epsilon, found.factor)
     last = reader(product, "Mul")
     if last is not None:
         scale, rows = other(product, root), other(last, product.outputs[0])
-        yield End((*nodes, product), last, rows, epsilon, (("mul", scale),))
+        yield End((*nodes, product), last, rows, found.epsilon, found.factor, (("mul", scale),))
 
 
-def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
-    """The nodes that add epsilon to a mean of squares and take the root, or one over it, and epsilon; a cast before.
+@dataclass(frozen=True)
+class Root:
+    """The root of a mean of squares, or one over it.
+
+    Attributes:
+        nodes: that make it.
+        epsilon: what is added to the mean.
+        factor: what that is multiplied by before: a sum, where it is one over their number.
+    """
+
+    nodes: tuple[gs.Node, ...]
+    epsilon: float
+    factor: float
+
+
+def root_of(graph: Graph, mean: gs.Node) -> Root | None:
+    """The root behind a mean of squares; a cast, a number of squares or another factor, and epsilon before it.
 
     None is added where torch's exporter took an epsilon of 1e-8 for nothing.
     """
@@ -187,16 +205,31 @@ def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
     cast = reader(mean, "Cast")
     if cast is not None and graph.dtype(cast.outputs[0].name) not in (*FLOATS_BY_ONNX, DOUBLE):
         return None
-    summed = mean if cast is None else cast
-    add = reader(summed, "Add")
-    epsilon = 0.0 if add is None else number(graph, other(add, summed.outputs[0]))
-    root = reader(summed if add is None else add, "Sqrt", "Pow")
+    scaled, factor = multiplied(graph, mean if cast is None else cast)
+    add = reader(scaled, "Add")
+    epsilon = 0.0 if add is None else number(graph, other(add, scaled.outputs[0]))
+    root = reader(scaled if add is None else add, "Sqrt", "Pow")
     if root is None or epsilon is None:
         return None
-    nodes = [*views, *(node for node in (cast, add, root) if node is not None)]
+    own = {graph.index(node): node for node in (cast, scaled, add, root) if node is not None and node is not mean}
+    nodes = [*views, *own.values()]
     if root.op == "Pow":
-        return (nodes, epsilon) if number(graph, root.inputs[1]) == -0.5 else None
-    return [*nodes, *_one_over(graph, root)], epsilon
+        return Root(tuple(nodes), epsilon, factor) if number(graph, root.inputs[1]) == -0.5 else None
+    return Root((*nodes, *_one_over(graph, root)), epsilon, factor)
+
+
+def multiplied(graph: Graph, node: gs.Node) -> tuple[gs.Node, float]:
+    """The node that multiplies what another makes by a positive number or divides by it, and the factor.
+
+    That node itself, and 1, where nothing does.
+    """
+    scaled = reader(node, "Mul", "Div")
+    if scaled is None or (scaled.op == "Div" and scaled.inputs[0] is not node.outputs[0]):
+        return node, 1.0
+    by = number(graph, other(scaled, node.outputs[0]))
+    if by is None or not LEAST_FACTOR <= by <= 1 / LEAST_FACTOR:
+        return node, 1.0
+    return scaled, by if scaled.op == "Mul" else 1 / by
 
 
 def handed_on(graph: Graph, reduction: gs.Node, node: gs.Node | None = None) -> list[gs.Node]:

@@ -33,8 +33,9 @@ class Profitability:
     def __init__(self, live: Liveness) -> None:
         self.live = live
         self.grown = live.grown
-        self._computed = self.grown.those(self._is_computed)
-        self._work = self.grown.those(self._is_work)
+        self._data = self.grown.those(self._makes_data)
+        self._computed = self.grown.those(self._is_computed) & self._data
+        self._work = self.grown.those(self._is_work) & self._data
         self._moves = self.grown.those(lambda node: node.op in MOVING)
         self._apart = self.grown.those(lambda node: qualified_op(node) in COLUMN_OPS)
 
@@ -108,7 +109,7 @@ class Profitability:
         """Whether what follows the intermediates is arithmetic, or a Transpose of what is stored anyway."""
         without = Region.union(self.grown.needs[value.maker] for value in intermediates)
         gained = region - without
-        if any(is_arithmetic(self.grown.nodes[position]) for position in gained):
+        if any(is_arithmetic(self.grown.nodes[position]) for position in gained & self._data):
             return True
         is_stored = any(value.escapes or self._reads_data(value, region) for value in leaving)
         return is_stored and bool(gained & self._work) and all(len(out.refs) == 1 for out in match.live_outs)
@@ -127,6 +128,10 @@ class Profitability:
         if own is None:
             return False
         return own.activation is not None or own.is_biased_gemm or own.is_biased_convolution
+
+    def _makes_data(self, node: gs.Node) -> bool:
+        """Whether a node makes values of the epilogue: what computes on their shapes moves and computes no data."""
+        return any(columns is not None for columns in self.grown.values_of(node))
 
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""

@@ -1,6 +1,7 @@
 """Rows over their own length: by a ReduceL2, alone as CLIP has it or bounded and expanded as torch's `normalize` does.
 
-A length that is bounded from below is the root of a mean of squares that is.
+A length that is bounded from below is the root of a mean of squares that is. Divided by the root of the number of
+columns it is that root itself: RMSNorms as their authors wrote them add epsilon to it, others bound it.
 """
 
 from __future__ import annotations
@@ -10,33 +11,68 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from onnxfuse.graph.graph import Graph
-from onnxfuse.patterns.normalisation_forms import Core, columns_of, is_of_rows, number, of_rows, reader
+from onnxfuse.patterns.deviation import MOST_ADDED
+from onnxfuse.patterns.normalisation_forms import (
+    Core,
+    columns_of,
+    is_of_rows,
+    multiplied,
+    number,
+    of_rows,
+    other,
+    reader,
+)
 
 LENGTH = "ReduceL2"
-LARGEST_BOUND = 2.0**63  # whose square fp32 has
+LARGEST_BOUND = 2.0**31  # whose square, over that of the least factor, fp32 has
 
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
     """Rows that are divided by their own length."""
-    count = columns_of(graph, node) if node.op == LENGTH and is_of_rows(graph, node) else None
-    clip = reader(node, "Clip")
-    bound = 0.0 if clip is None else _bound(graph, clip)
-    if count is None or bound is None:
+    columns = columns_of(graph, node) if node.op == LENGTH and is_of_rows(graph, node) else None
+    if columns is None:
         return None
-    expand = reader(clip or node, "Expand")
-    nodes = [each for each in (node, clip, expand) if each is not None]
+    scaled, factor = multiplied(graph, node)
+    limits = _limited(graph, scaled)
+    if limits is None:
+        return None
+    between, bound, added = limits
+    scaling = [scaled] if scaled is not node else []
+    nodes = [node, *scaling, *between]
+    expand = reader(nodes[-1], "Expand")
+    nodes += [expand] if expand is not None else []
     last = reader(nodes[-1], "Div")
     if last is None or last.inputs[1] is not nodes[-1].outputs[0] or not _is_of_its_rows(graph, expand, last.inputs[0]):
         return None
+    count = columns * factor**2
     core = of_rows(graph, node, (*nodes, last), last.inputs[0], 0.0, count)
-    return core and replace(core, least=bound**2 / count)
+    return core and replace(core, least=bound**2 / count, added=added * count**-0.5)
 
 
-def _bound(graph: Graph, clip: gs.Node) -> float | None:
-    """The least that a length becomes, if that is known and there is no greatest."""
-    least = number(graph, clip.inputs[1]) if len(clip.inputs) > 1 else clip.attrs.get("min")
-    has_greatest = "max" in clip.attrs or any(tensor.name for tensor in clip.inputs[2:])
-    return None if has_greatest or least is None or least > LARGEST_BOUND else max(least, 0.0)
+def _limited(graph: Graph, length: gs.Node) -> tuple[list[gs.Node], float, float] | None:
+    """The node that bounds a length from below or adds a number to it, if there is one, the bound and the number."""
+    bounded, add = reader(length, "Clip", "Max"), reader(length, "Add")
+    if bounded is not None:
+        bound = _bound(graph, bounded, length)
+        return None if bound is None else ([bounded], bound, 0.0)
+    if add is not None:
+        added = number(graph, other(add, length.outputs[0]))
+        return None if added is None or not 0 <= added <= MOST_ADDED else ([add], 0.0, added)
+    return [], 0.0, 0.0
+
+
+def _bound(graph: Graph, node: gs.Node, length: gs.Node) -> float | None:
+    """The least that a length becomes, if that is known and there is no greatest.
+
+    Torch's `dynamo` exporter has a Max for a Clip in 16 bits.
+    """
+    if node.op == "Max":
+        least = number(graph, other(node, length.outputs[0])) if len(node.inputs) == 2 else None
+    elif "max" in node.attrs or any(tensor.name for tensor in node.inputs[2:]):
+        least = None
+    else:
+        least = number(graph, node.inputs[1]) if len(node.inputs) > 1 else node.attrs.get("min")
+    return None if least is None or least > LARGEST_BOUND else max(least, 0.0)
 
 
 def _is_of_its_rows(graph: Graph, expand: gs.Node | None, rows: gs.Tensor) -> bool:

@@ -44,9 +44,9 @@ class _End:
 def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
     """What is written so, from the node that takes the mean of squares on."""
     squares, root = squared(graph, node, *MEANS), root_of(graph, node)
-    if not squares or root is None or root[0][-1].op == "Sqrt":
+    if not squares or root is None or root.factor != 1 or root.nodes[-1].op == "Sqrt":
         return None
-    nodes, epsilon = root
+    nodes = root.nodes
     scale = reader(nodes[-1], "Mul")
     between = [*nodes, *([scale] if scale is not None else [])]
     end = _end(between[-1].outputs[0])
@@ -61,7 +61,7 @@ def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
         own = tuple(every[index] for index in sorted(every))
         is_of_mean = any(end.mean is each.outputs[0] for each in centring) and centring[-1].op == "Sub"
         if x is rows and is_of_mean and is_closed(graph, own, end.nodes[-1]):
-            return Core(node, own, x, end.nodes[-1].outputs[0], True, epsilon, tuple(affine))
+            return Core(node, own, x, end.nodes[-1].outputs[0], True, root.epsilon, tuple(affine))
     return None
 
 

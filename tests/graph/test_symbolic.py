@@ -446,6 +446,10 @@ CHAINS = {
     "sum": lambda b, x: folded(b, x, "ReduceSum"),
     "elements": of_all_elements,
     "larger": of_the_larger,
+    "by_a_vector": lambda b, x: b("MatMul", split_heads_and_merged_again(b, x), b.array(np.ones(8))),
+    "vector_by": lambda b, x: b(
+        "MatMul", b.array(np.ones(8)), b("Transpose", split_heads_and_merged_again(b, x), perm=[0, 2, 1])
+    ),
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
     "eye": lambda b, x: b("EyeLike", causal_mask(b, x)),
 }
@@ -469,6 +473,8 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
     [
         ("merged", ("B*S", 8)),
         ("heads", ("B", "S", 8)),
+        ("by_a_vector", ("B", "S")),
+        ("vector_by", ("B", "S")),
         ("expanded", ("B", "S", 8)),
         ("doubled", ("B", 1, "2*S", 16)),
         ("convolved_up", ("B", 5, "2*S")),

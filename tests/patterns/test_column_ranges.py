@@ -479,12 +479,30 @@ def test_parts_of_each_head_of_a_weight_that_stays_are_no_parts(apart: Callable[
         assert before.tobytes() == after.tobytes()
 
 
-def attended_heads(b: Builder, parts: Parts, bias: bool, beside: Callable[[Builder, str], list[str]]) -> list[str]:
+def heads_of(b: Builder, t: str) -> str:
+    return b("Reshape", t, b.integers(0, 0, 2, HEAD))
+
+
+def heads_of_computed_sizes(b: Builder, t: str) -> str:
+    """As TorchScript writes a view or einops' rearrange of open sizes."""
+    shape = b("Shape", t)
+    sizes = [b("Unsqueeze", b("Gather", shape, b.scalar(axis)), b.integers(0)) for axis in range(3)]
+    width = b("Div", sizes.pop(), b.integers(2))
+    return b("Reshape", t, b("Concat", *sizes, b.integers(2), width, axis=0))
+
+
+def attended_heads(
+    b: Builder,
+    parts: Parts,
+    bias: bool,
+    beside: Callable[[Builder, str], list[str]],
+    heads_of: Callable[[Builder, str], str] = heads_of,
+) -> list[str]:
     """As in GPT-2 and vit-pytorch: the attention has all views behind the ranges, and the scale behind the scores."""
     sizes = (2 * HEAD,) * 3
     product = packed(b, sizes, bias)
     ranges = parts(b, product, sizes)
-    heads = [b("Reshape", each, b.integers(0, 0, 2, HEAD)) for each in ranges]
+    heads = [heads_of(b, each) for each in ranges]
     q, k, v = (b("Transpose", each, perm=perm) for each, perm in zip(heads, PERMS, strict=True))
     scores = b("Mul", b("MatMul", q, k), b.array(0.25))
     return [b("MatMul", b("Softmax", scores, axis=-1), v), *beside(b, product)]
@@ -493,12 +511,23 @@ def attended_heads(b: Builder, parts: Parts, bias: bool, beside: Callable[[Build
 PERMS = ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))
 
 
-@pytest.mark.parametrize("parts", [split, sliced])
+def sliced_by_computed_sizes(b: Builder, t: str, sizes: Sequence[int]) -> list[str]:
+    """As TorchScript writes `chunk` of open sizes: thirds of the last dimension, which is known, rounded up."""
+    last = b("Gather", b("Shape", t), b.integers(-1))
+    third = b("Div", b("Add", last, b.integers(len(sizes) - 1)), b.integers(len(sizes)))
+    ends = [b.integers(0), *(b("Mul", third, b.integers(count + 1)) for count in range(len(sizes)))]
+    return [b("Slice", t, start, end, b.integers(-1)) for start, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize("parts", [split, sliced, sliced_by_computed_sizes])
+@pytest.mark.parametrize("heads", [heads_of, heads_of_computed_sizes])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
-def test_equal_ranges_that_are_only_read_apart_leave_no_copy(parts: Parts, bias: bool, dtype: int) -> None:
+def test_equal_ranges_that_are_only_read_apart_leave_no_copy(
+    parts: Parts, heads: Callable[[Builder, str], str], bias: bool, dtype: int
+) -> None:
     b = Builder(dtype)
-    model = b.model(*attended_heads(b, parts, bias, lambda b, product: []))
+    model = b.model(*attended_heads(b, parts, bias, lambda b, product: [], heads))
     analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
     first, second = analysis.sites
     assert (first.fusion.pattern, second.fusion.pattern) == ("column_ranges", "attention")

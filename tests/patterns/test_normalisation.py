@@ -188,6 +188,42 @@ def of_length_one_and_wide(b: Builder, x: str) -> str:
     return b("Mul", vector(b), b("Cast", b("Div", wide, length), to=b.dtype))
 
 
+def summed_over_their_number(b: Builder, x: str) -> str:
+    """As JAX has a mean, and who writes `(x * x).sum(-1, keepdim=True) / x.shape[-1]`."""
+    squares = b("Div", total(b, b("Mul", x, x)), b.array(float(N)))
+    return b("Mul", b("Mul", x, b("Reciprocal", b("Sqrt", b("Add", squares, b.array(1e-3))))), vector(b))
+
+
+def summed_wide_over_their_number(b: Builder, x: str) -> str:
+    """The same of 16 bits by torch.export; the deviation divides here."""
+    squares = b("Cast", total(b, b("Cast", b("Mul", x, x), to=FLOAT)), to=b.dtype)
+    return b("Div", x, b("Sqrt", b("Add", b("Div", squares, b.array(float(N))), b.array(1e-3))))
+
+
+def a_part_of_the_mean(b: Builder, x: str) -> str:
+    squares = b("Mul", b.array(0.375), mean(b, b("Pow", x, b.array(2.0))))
+    return b("Mul", x, b("Pow", b("Add", squares, b.array(1e-3)), b.array(-0.5)))
+
+
+def centred_by_sums(b: Builder, x: str) -> str:
+    """JAX's variance: both means are sums over their number."""
+    centred = b("Sub", x, b("Div", total(b, x), b.array(float(N))))
+    variance = b("Div", total(b, b("Mul", centred, centred)), b.array(float(N)))
+    return b("Mul", b("Mul", centred, b("Reciprocal", b("Sqrt", b("Add", variance, b.array(1e-3))))), vector(b))
+
+
+def over_its_scaled_length(b: Builder, x: str) -> str:
+    """The RMSNorm of its authors: epsilon is added to the root of the mean of squares (Zhang and Sennrich, 2019)."""
+    length = b("Mul", b("ReduceL2", x, axes=[-1], keepdims=1), b.array(0.125))  # of 64 columns; every type has it
+    return b("Mul", vector(b), b("Div", x, b("Add", length, b.array(2.0**-10))))
+
+
+def over_its_scaled_and_bounded_length(b: Builder, x: str) -> str:
+    """As x-transformers and many after it had theirs."""
+    length = b("Clip", b("Mul", b("ReduceL2", x, axes=[-1], keepdims=1), b.array(0.125)), b.array(1e-8))
+    return b("Mul", b("Div", x, length), vector(b))
+
+
 def summed_wide(b: Builder, x: str) -> str:
     """As torch.export writes a sum of 16 bits: the sum alone is wide."""
     length = b("Cast", total(b, b("Cast", b("Mul", x, x), to=FLOAT)), to=b.dtype)
@@ -256,12 +292,14 @@ def over_its_bounded_length(b: Builder, x: str) -> str:
 
 
 OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length, over_its_bounded_length)
+BY_SUMS = (summed_over_their_number, summed_wide_over_their_number, a_part_of_the_mean, centred_by_sums,
+           over_its_scaled_length, over_its_scaled_and_bounded_length)  # fmt: skip
 FAST = (by_a_fast_variance, by_a_fast_variance_and_wide, by_a_fast_variance_of_any_sign)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, with_a_copied_mean,
          multiplied_by_itself, one_over, by_a_variance_of_its_own_shape, by_variance_and_mean,
          by_variance_and_mean_and_wide, to_a_power, widened, widened_twice, one_plus, without_an_epsilon,
-         by_a_scaled_reciprocal, by_a_scaled_power, *FAST, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
+         by_a_scaled_reciprocal, by_a_scaled_power, *FAST, *OF_LENGTH_ONE, *BY_SUMS, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 

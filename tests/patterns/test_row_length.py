@@ -88,6 +88,45 @@ def test_a_row_is_as_long_as_the_models(length: float, bound: float) -> None:
     np.testing.assert_allclose(found, wanted, rtol=2.0**-21, atol=0)
 
 
+def by_the_larger(b: Builder, length: str, bound: float) -> str:
+    """As torch's `dynamo` exporter has a Clip of 16 bits."""
+    return b("Max", b.array(bound), length)
+
+
+def by_a_clip(b: Builder, length: str, bound: float) -> str:
+    return b("Clip", length, b.array(bound))
+
+
+def by_a_sum(b: Builder, length: str, bound: float) -> str:
+    return b("Add", b.array(bound), length)
+
+
+def multiplied(b: Builder, length: str, factor: float) -> str:
+    return b("Mul", length, b.array(factor))
+
+
+def divided(b: Builder, length: str, factor: float) -> str:
+    return b("Div", length, b.array(1 / factor))
+
+
+@pytest.mark.parametrize("scaled", [multiplied, divided])
+@pytest.mark.parametrize("limited", [by_the_larger, by_a_clip, by_a_sum])
+@pytest.mark.parametrize(("factor", "bound"), [(N**-0.5, 1e-8), (N**-0.5, 1.0), (3.0, 1e-3), (1e-6, 1e-12)])
+def test_a_scaled_length_is_the_models(
+    scaled: Callable[[Builder, str, float], str],
+    limited: Callable[[Builder, str, float], str],
+    factor: float,
+    bound: float,
+) -> None:
+    model = model_of(not_repeated, lambda b, x: limited(b, scaled(b, length_of(b, x), factor), bound))
+    (site,) = analysed(model).sites
+    assert isinstance(site.fusion, Normalisation)
+    direction = draw(len(LENGTHS), 1, N)
+    x = (direction / np.linalg.norm(direction, axis=-1, keepdims=True) * np.reshape(LENGTHS, (-1, 1, 1))).astype("f")
+    (wanted,), (found,) = run(model, {"x": x}), evaluate(site.fusion, {"x": x})
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-21, atol=0)
+
+
 def test_bounds_were_attributes_once() -> None:
     (site,) = analysed(model_of(repeated, bounded_by_attributes, opset=10)).sites
     assert isinstance(site.fusion, Normalisation)
@@ -97,6 +136,12 @@ NEARLY: dict[str, Callable[[Builder, str], str]] = {
     "at most 1": lambda b, x: b("Clip", length_of(b, x), b.array(0.0), b.array(1.0)),
     "at most 0": lambda b, x: b("Clip", length_of(b, x), "", b.array(0.0)),
     "a bound of the run": lambda b, x: b("Clip", length_of(b, x), b.input("bound", ())),
+    "by a number of the run": lambda b, x: b("Mul", length_of(b, x), b.input("factor", ())),
+    "by a number of less than none": lambda b, x: b("Mul", length_of(b, x), b.array(-1.0)),
+    "one over a length": lambda b, x: b("Div", b.array(2.0), length_of(b, x)),
+    "one more of the run": lambda b, x: b("Add", length_of(b, x), b.input("added", ())),
+    "less than a length": lambda b, x: b("Add", length_of(b, x), b.array(-1.0)),
+    "the largest of three": lambda b, x: b("Max", length_of(b, x), b.array(0.0), b.array(1.0)),
     "no bound": lambda b, x: b("Clip", b("Abs", length_of(b, x)), b.array(0.0)),
 }
 
