@@ -15,3 +15,4 @@ WIDEST_BYTES = 16  # of one access: ld.global.v4, cp.async 16
 MOST_LEVELS = 2  # strides that walk one loop of a tensor: within a run, and from run to run
 STAGE_ROW_BYTES = 128  # of k in a stage of the sm_90a kernel's ring, the widest swizzle; a run of k is a multiple of it
 MOST_NORMALISED = 1 << 14  # columns of a row that is normalised: the registers of 1,024 threads hold them
+MOST_ACROSS = 1 << 10  # the same where those of a row lie apart, as channels of images, and rows beside each other

@@ -14,7 +14,7 @@ def emit(spec: NormSpec, tile: NormTile) -> str:
     own = f"""\
 constexpr int PARTS = {spec.parts};
 constexpr bool CENTRED = {flag(spec.centred)};
-constexpr bool BATCHED = {flag(spec.batched)};
+constexpr bool BATCHED = {flag(spec.batched)}, ACROSS = {flag(tile.across)};
 constexpr float EPSILON = {constant(spec.epsilon)}, LEAST = {constant(spec.least)}, ADDED = {constant(spec.added)};
 """
     return assembled(without_product(spec, _numbers(tile), own, norm_functor(spec)), "norm/kernel.cuh")

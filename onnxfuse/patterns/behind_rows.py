@@ -24,7 +24,7 @@ from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
-from onnxfuse.patterns.normalisation_forms import Core
+from onnxfuse.patterns.normalisation_forms import LAST, Core
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.profitability import ENDS, MOVING, is_arithmetic
@@ -94,18 +94,19 @@ def regions_of_rows(
 
 def _rows(graph: Graph, core: Core) -> Product:
     """The normalised rows, as a product makes its sums."""
-    x, view = str(core.x.name), view_of_rows(graph.shape(core.x.name) or ())
-    *rows, columns = view
+    x, view = str(core.x.name), view_of_rows(graph.shape(core.x.name) or (), core.axis)
+    columns, rows = view[core.axis], view[: core.axis] + view[len(view) + core.axis + 1 :]
     return Product(
-        core.nodes[-1], FLOATS_BY_ONNX[graph.dtype(core.normal.name) or 0], x, x, False, tuple(rows), view, view,
-        tuple(rows), columns, (), Base(x, view), alpha=core.scale, affine=core.affine,
+        core.nodes[-1], FLOATS_BY_ONNX[graph.dtype(core.normal.name) or 0], x, x, False, rows, view, view,
+        rows, columns, (), Base(x, view), alpha=core.scale, affine=core.affine,
     )  # fmt: skip
 
 
-def view_of_rows(shape: Sequence[int | str | None]) -> View:
-    """The dimensions of a value whose last one is a row; those of size 1 have no axis, as others regroup them."""
-    rows = (() if extent(dim) == 1 else dim for dim in axis_view(tuple(shape[:-1]), AxisKind.LHS))
-    return (*rows, (Piece(COLUMNS, shape[-1] or 1),))
+def view_of_rows(shape: Sequence[int | str | None], axis: int = LAST) -> View:
+    """The dimensions of a value, one of which is a row; those of size 1 have no axis, as others regroup them."""
+    view = [() if extent(dim) == 1 else dim for dim in axis_view(tuple(shape), AxisKind.LHS)]
+    view[axis] = (Piece(COLUMNS, shape[axis] or 1),)
+    return tuple(view)
 
 
 def _lowered(graph: Graph, core: Core, match: Match) -> Normalisation:
@@ -136,7 +137,7 @@ def check_rows(fusion: Fusion, x: Tensor) -> None:
         raise NotFusable("not_equal_parts", fusion.anchor, "takes a window of a row")
     if any(not {*out.tensor.axes} <= {*x.axes} for out in fusion.outs):
         raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand repeats the rows")
-    if any(fusion.size(axis) != 1 for out in fusion.outs for axis in _behind_columns(out.tensor, columns)):
+    if any(_behind_columns(fusion, out.tensor, columns) != _behind_columns(fusion, x, columns) for out in fusion.outs):
         raise NotFusable("unknown_op", fusion.anchor, "moves columns in front of rows")
     if any(operand.name == x.name for operand in fusion.operands):
         raise NotFusable("views_differ", fusion.anchor, "reads one operand in two ways")
@@ -158,9 +159,10 @@ def columns_of(fusion: Fusion, x: Tensor) -> tuple[str, ...]:
     return tuple(axis for axis in x.axes if axis not in (PART_AXIS, *fusion.lhs.axes))
 
 
-def _behind_columns(tensor: Tensor, columns: Sequence[str]) -> Iterator[str]:
-    """The axes of rows that are contiguous in a tensor, which a kernel that goes along rows would store one by one."""
-    return takewhile(lambda axis: axis not in (PART_AXIS, *columns), reversed(tensor.axes))
+def _behind_columns(fusion: Fusion, tensor: Tensor, columns: Sequence[str]) -> list[str]:
+    """The axes of rows that are contiguous in a tensor: a kernel that goes along rows would store them one by one."""
+    behind = takewhile(lambda axis: axis not in (PART_AXIS, *columns), reversed(tensor.axes))
+    return [axis for axis in behind if fusion.size(axis) != 1]
 
 
 def _of_rows(fusion: Fusion, x: Tensor, core: Core) -> Normalisation:

@@ -18,7 +18,7 @@ from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.skip_norms import is_added_and_normalised
 from onnxfuse.ir.normalisation import Normalisation
-from onnxfuse.limits import MOST_NORMALISED
+from onnxfuse.limits import MOST_ACROSS, MOST_NORMALISED
 from onnxfuse.patterns.behind_rows import grown_behind, passes_behind
 from onnxfuse.patterns.deviation import MOST_ADDED, of_deviation
 from onnxfuse.patterns.fallback_shape import only_feeding
@@ -26,7 +26,7 @@ from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match, ProductlessMatch, without_product
 from onnxfuse.patterns.match_checks import check_reads
-from onnxfuse.patterns.normalisation_forms import VIEWS, Core, of_nodes, of_op
+from onnxfuse.patterns.normalisation_forms import LAST, VIEWS, Core, of_nodes, of_op
 from onnxfuse.patterns.row_length import of_length
 from onnxfuse.patterns.scaled_normalisation import of_scaled
 
@@ -84,7 +84,7 @@ def _matches(
             without_product(match, nodes, [out.name for out in match.live_outs], lowered.anchor),
             folded=tuple(sorted({*match.folded, *only_feeding(graph, shapes)})),
             shapes=shapes | match.shapes,
-            passes=passes_behind(graph, core, match),
+            passes=passes_behind(graph, core, match) + (len(core.nodes) if core.axis != LAST else 0),
         )
         yield own, lowered
 
@@ -93,9 +93,10 @@ def _is_normalised(graph: Graph, core: Core) -> bool:
     """Whether a kernel has the types of its rows and the registers for their columns; they stay rows."""
     shape, made = (graph.shape(tensor.name) or () for tensor in (core.x, core.normal))
     floats = all(graph.dtype(tensor.name) in FLOATS_BY_ONNX for tensor in (core.x, core.normal))
-    if not shape or len(made) != len(shape) or not isinstance(shape[-1], int) or not core.epsilon < MOST_ADDED:
+    columns = shape[core.axis] if len(shape) >= -core.axis else None
+    if len(made) != len(shape) or not isinstance(columns, int) or not core.epsilon < MOST_ADDED:
         return False
-    return floats and 1 < shape[-1] <= MOST_NORMALISED
+    return floats and 1 < columns <= (MOST_NORMALISED if core.axis == LAST else MOST_ACROSS)
 
 
 def _spelled_out(graph: Graph, node: gs.Node) -> Core | None:

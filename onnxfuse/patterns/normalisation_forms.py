@@ -14,11 +14,13 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.row_shift import reduced_axes
 
+LAST = -1  # axis
 CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
 DEFAULT_EPSILON = 1e-5  # of every op's
 MEANS = ("ReduceMean", "GlobalAveragePool")
 DOUBLE = onnx.TensorProto.DOUBLE  # in which TorchScript sums 16 bits
 SUM = "ReduceSum"  # of squares, as linear attentions make rows one long
+REDUCTIONS = ("ReduceMean", SUM, "ReduceL2")
 VIEWS = ("Reshape", "Expand")
 MOST_VIEWS = 4  # behind a variance
 LEAST_FACTOR = 2.0**-32  # of a sum or a length; epsilon over it, and over its square, is a number of fp32
@@ -41,6 +43,7 @@ class Core:
         scale: what the normalised row is multiplied by before those, for a row that is divided by its own length.
         least: that the variance counts for.
         added: what is added to the deviation.
+        axis: the dimension of x that is normalised, from the end on.
     """
 
     anchor: gs.Node
@@ -53,6 +56,7 @@ class Core:
     scale: float = 1.0
     least: float = 0.0
     added: float = 0.0
+    axis: int = LAST
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -70,16 +74,20 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 
 
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
-    """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal."""
-    squares = squared(graph, node, *MEANS, SUM)
-    summed = 1 if node.op != SUM else columns_of(graph, node)
+    """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal.
+
+    Of any axis: channels of images lie in front of their pixels.
+    """
+    axis = kept_axis(graph, node) or LAST
+    squares = squared(graph, node, *MEANS, SUM, axis=axis)
+    summed = 1 if node.op != SUM else columns_of(graph, node, axis)
     if not squares or summed is None:
         return None
     for end in ends(graph, node):
         nodes, count = (*squares, node, *end.between, end.last), summed * end.factor
-        core = of_rows(graph, node, nodes, end.divided, end.epsilon / count, count)
+        core = of_rows(graph, node, nodes, end.divided, end.epsilon / count, count, axis)
         if core is not None:
-            return replace(core, affine=end.affine)
+            return replace(core, affine=end.affine, axis=axis)
     return None
 
 
@@ -90,6 +98,7 @@ def of_rows(
     divided: gs.Tensor,
     epsilon: float,
     count: float,
+    axis: int = LAST,
 ) -> Core | None:
     """The same with the casts and the mean in front of them, if nobody else reads what they make on the way.
 
@@ -100,10 +109,11 @@ def of_rows(
         divided: by the root.
         epsilon: what is added to the mean of squares.
         count: how many squares are in what the root is of for one in their mean.
+        axis: of the mean.
     """
     last = nodes[-1]
     for source in SOURCES:
-        centring, x, whole = _centring(graph, nodes[0].inputs[0], divided, source)
+        centring, x, whole = _centring(graph, nodes[0].inputs[0], divided, source, axis)
         every = (*centring, *nodes)
         dead = only_feeding(graph, [graph.index(node) for node in every if node.op in VIEWS])
         if x is whole and is_closed(graph, every, last, dead):
@@ -112,20 +122,23 @@ def of_rows(
     return None
 
 
-def columns_of(graph: Graph, reduction: gs.Node) -> int | None:
+def columns_of(graph: Graph, reduction: gs.Node, axis: int = LAST) -> int | None:
     """How many elements of a row are reduced to one; None where that is not known before the run."""
-    *_, columns = graph.shape(reduction.inputs[0].name) or (None,)
+    shape = graph.shape(reduction.inputs[0].name) or ()
+    columns = shape[axis] if len(shape) >= -axis else None
     return columns if isinstance(columns, int) and columns > 0 else None
 
 
-def squared(graph: Graph, node: gs.Node, *ops: str, behind: gs.Node | None = None) -> tuple[gs.Node, ...]:
+def squared(
+    graph: Graph, node: gs.Node, *ops: str, behind: gs.Node | None = None, axis: int = LAST
+) -> tuple[gs.Node, ...]:
     """The node that squares what another, of one of some ops, takes the mean or the sum of, by rows; a cast behind it.
 
     Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone, and views make of
     numbers one a row, behind the reduction or a node `behind` it.
     """
     is_kept = node.op in ops and (
-        is_of_rows(graph, node) or (_is_along_rows(graph, node) and bool(handed_on(graph, node, behind)))
+        kept_axis(graph, node) == axis or (_is_along_rows(graph, node) and bool(handed_on(graph, node, behind)))
     )
     if not is_kept:
         return ()
@@ -267,24 +280,24 @@ def _one_over(graph: Graph, root: gs.Node) -> list[gs.Node]:
 
 
 def _centring(
-    graph: Graph, value: gs.Tensor, divided: gs.Tensor, source: Source
+    graph: Graph, value: gs.Tensor, divided: gs.Tensor, source: Source, axis: int
 ) -> tuple[list[gs.Node], gs.Tensor, gs.Tensor]:
     """The nodes before what is squared and what is divided, casts and a mean that is subtracted, and what both are of.
 
     Those of a RMSNorm are the casts alone.
     """
-    pairs = [before(graph, tensor, source) for tensor in (value, divided)]
+    pairs = [before(graph, tensor, source, axis) for tensor in (value, divided)]
     if len({any(node.op == "Sub" for node in own) for own, _ in pairs}) > 1:  # one of them is centred, and no norm
         return [], value, divided
     nodes = {graph.index(node): node for own, _ in pairs for node in own}
     return [nodes[index] for index in sorted(nodes)], pairs[0][1], pairs[1][1]
 
 
-def before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Node], gs.Tensor]:
+def before(graph: Graph, tensor: gs.Tensor, source: Source, axis: int = LAST) -> tuple[list[gs.Node], gs.Tensor]:
     """The nodes before one of the two, and what they are of."""
     behind, tensor_before = _before_cast(graph, tensor)
     sub = maker(tensor_before, "Sub")
-    mean = () if sub is None else _mean(graph, sub.inputs[1])
+    mean = () if sub is None else _mean(graph, sub.inputs[1], axis)
     if sub is None or not mean:
         return source(graph, tensor)
     casts, whole = source(graph, sub.inputs[0])
@@ -292,7 +305,7 @@ def before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Nod
     return ([*casts, *others, *mean, sub, *behind], whole) if averaged is whole else source(graph, tensor)
 
 
-def _mean(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ...]:
+def _mean(graph: Graph, value: gs.Tensor, axis: int = LAST) -> tuple[gs.Node, ...]:
     """The nodes that make the means of rows: a reduction, or sums over their number, as torch.export has `var_mean`.
 
     Those of 16 bits it sums in fp32, and rounds the mean, which a kernel need not. TensorFlow copies the mean that
@@ -300,11 +313,13 @@ def _mean(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ...]:
     """
     copy = maker(value, "Identity")
     if copy is not None:
-        copied = _mean(graph, copy.inputs[0])
+        copied = _mean(graph, copy.inputs[0], axis)
         return (*copied, copy) if copied else ()
     mean, cast = maker(value, *MEANS), maker(value, "Cast")
     if mean is not None:
-        return (mean,) if is_of_rows(graph, mean) else ()
+        return (mean,) if kept_axis(graph, mean) == axis else ()
+    if axis != LAST:
+        return ()
     if cast is not None and graph.dtype(cast.inputs[0].name) == F32.onnx:
         sums = _sums_over_their_number(graph, cast.inputs[0])
         return (*sums, cast) if sums else ()
@@ -398,10 +413,18 @@ def is_square(graph: Graph, node: gs.Node) -> bool:
 
 def is_of_rows(graph: Graph, mean: gs.Node) -> bool:
     """Whether a reduction is along the last axis, which stays as one element."""
-    rank = len(graph.shape(mean.inputs[0].name) or ())
-    if mean.op == "GlobalAveragePool":
-        return rank == 3
-    return _is_along_rows(graph, mean) and mean.attrs.get("keepdims", 1) == 1
+    return kept_axis(graph, mean) == LAST
+
+
+def kept_axis(graph: Graph, reduction: gs.Node) -> int | None:
+    """The axis along which a reduction is, from the end on; None where it is of several, or does not stay."""
+    rank = len(graph.shape(reduction.inputs[0].name) or ()) if reduction.inputs else 0
+    if reduction.op == "GlobalAveragePool":
+        return LAST if rank == 3 else None
+    axes = reduced_axes(graph, reduction) if rank and reduction.op in REDUCTIONS else None
+    if axes is None or len(axes) != 1 or reduction.attrs.get("keepdims", 1) != 1:
+        return None
+    return axes[0] - rank if axes[0] >= 0 else axes[0]
 
 
 def _is_along_rows(graph: Graph, reduction: gs.Node) -> bool:

@@ -15,7 +15,7 @@ from onnxfuse.patterns.deviation import MOST_ADDED
 from onnxfuse.patterns.normalisation_forms import (
     Core,
     columns_of,
-    is_of_rows,
+    kept_axis,
     multiplied,
     number,
     of_rows,
@@ -28,9 +28,10 @@ LARGEST_BOUND = 2.0**31  # whose square, over that of the least factor, fp32 has
 
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
-    """Rows that are divided by their own length."""
-    columns = columns_of(graph, node) if node.op == LENGTH and is_of_rows(graph, node) else None
-    if columns is None:
+    """Rows that are divided by their own length, along any axis."""
+    axis = kept_axis(graph, node) if node.op == LENGTH else None
+    columns = columns_of(graph, node, axis) if axis is not None else None
+    if axis is None or columns is None:
         return None
     scaled, factor = multiplied(graph, node)
     limits = _limited(graph, scaled)
@@ -45,8 +46,8 @@ def of_length(graph: Graph, node: gs.Node) -> Core | None:
     if last is None or last.inputs[1] is not nodes[-1].outputs[0] or not _is_of_its_rows(graph, expand, last.inputs[0]):
         return None
     count = columns * factor**2
-    core = of_rows(graph, node, (*nodes, last), last.inputs[0], 0.0, count)
-    return core and replace(core, least=bound**2 / count, added=added * count**-0.5)
+    core = of_rows(graph, node, (*nodes, last), last.inputs[0], 0.0, count, axis)
+    return core and replace(core, least=bound**2 / count, added=added * count**-0.5, axis=axis)
 
 
 def _limited(graph: Graph, length: gs.Node) -> tuple[list[gs.Node], float, float] | None:

@@ -14,6 +14,8 @@ FEWEST = 8  # threads of a row: a line of memory
 VECTOR = 8  # columns of 16 bits that a thread reads at once; of wider types it was not measured
 MOST_SPANS = 5  # of such a thread
 THREADS = 128  # of a block, unless a row has more: many small blocks keep memory busy
+# Of a row across, and of its block: 1,024 would spill.
+MOST_ACROSS_THREADS, BLOCK_THREADS = 32, 512
 SUM_BYTES = 4
 
 
@@ -27,6 +29,7 @@ class NormTile:
         span: adjacent columns that a thread reads at once.
         spans: how many of them.
         residents: blocks of a multiprocessor, for which the compiler leaves registers; 0 where it chooses.
+        across: rows lie beside each other in memory, and so do the threads of different rows.
     """
 
     block_m: int
@@ -34,6 +37,7 @@ class NormTile:
     span: int
     spans: int
     residents: int = 0
+    across: bool = False
 
     @property
     def block_n(self) -> int:
@@ -47,13 +51,14 @@ class NormTile:
 
     @property
     def shared_bytes(self) -> int:
-        """For the sums of the warps of a row."""
-        warps = self.row_threads // WARP
-        return SUM_BYTES * self.block_m * warps if warps > 1 else 0
+        """For the sums of the warps of a row, or of its threads, which are of different warps."""
+        sums = self.row_threads if self.across else self.row_threads // WARP
+        return SUM_BYTES * self.block_m * sums if sums > 1 else 0
 
     def __str__(self) -> str:
         columns = f"{self.span} columns" if self.spans == 1 else f"{self.spans} x {self.span} columns"
-        return f"{self.block_m} rows, {self.row_threads} threads each, {columns} a thread"
+        across = " across" if self.across else ""
+        return f"{self.block_m} rows{across}, {self.row_threads} threads each, {columns} a thread"
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,20 @@ def norm_tile(span: int, columns: int, spans: int) -> NormTile:
     if spans > 1 and span == VECTOR:
         row_threads = min(_fewer(row_threads, span, columns), key=lambda threads: _beyond(threads, span, columns))
     return NormTile(max(THREADS // row_threads, 1), row_threads, span, -(-columns // (row_threads * span)))
+
+
+def across_tile(span: int, columns: int) -> NormTile:
+    """The tile whose warps read neighbouring rows, of which a column is a line of memory or a part of one.
+
+    Args:
+        span: adjacent columns of a thread, which parameters are read by at once.
+        columns: of a row, MOST_ACROSS at most.
+    """
+    row_threads = FEWEST
+    while row_threads < MOST_ACROSS_THREADS and row_threads * MOST_ELEMENTS < columns:
+        row_threads *= 2
+    rows = min(WARP, BLOCK_THREADS // row_threads)
+    return NormTile(rows, row_threads, span, -(-columns // (row_threads * span)), across=True)
 
 
 def _fewer(row_threads: int, span: int, columns: int) -> list[int]:

@@ -15,6 +15,7 @@ from onnx import numpy_helper
 import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.limits import MOST_ACROSS
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.driver import local_architectures
 from tests.gpu.sessions import TURNS, check_replays, check_threads
@@ -23,6 +24,9 @@ from tests.gpu.test_rotation import check
 from tests.helpers.matching import run_values
 from tests.helpers.onnx_build import Builder
 from tests.helpers.reference_fusion import evaluate
+from tests.patterns.test_across import CHANNELS
+from tests.patterns.test_across import FORMS as ACROSS
+from tests.patterns.test_across import model_of as across_model
 from tests.patterns.test_behind_normalisation import ACTIVATIONS, model_of
 from tests.patterns.test_behind_rows import BEHIND
 from tests.patterns.test_deviation import ENDS, Form, of_one_less, variance
@@ -88,6 +92,52 @@ def test_a_scale_and_a_shift_of_each_image(tmp_path: Path, columns: int, dtype: 
         digits = EPSILON[F32] * (1 + np.abs(normal_rows) + np.abs(values).max(-1, keepdims=True))
         bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + 8 * digits * np.maximum(np.abs(scales), 1))
         assert (error <= bound).all(), f"{images} x {rows} x {columns}: {(error / bound).max():.2f} of the bound"
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("form", ACROSS, ids=lambda form: form.__name__)
+def test_channels_in_front_of_pixels(tmp_path: Path, form: Callable[..., str], dtype: int) -> None:
+    """The reference is float64, of numbers as the model's type has them."""
+    model = across_model(form, dtype)
+    fused, report = onnxfuse.optimize(model, arch="native")
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    assert len(fused.graph.node) == 1
+    (site,) = analyse_model(model, resolve("native", local_architectures)).sites
+    assert isinstance(site.fusion, Normalisation)
+    stored = {tensor.name: as_float64(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer}
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    for shape in ((1, 1, 1), (3, 7, 11), (2, 64, 64), (5, 33, 1)):
+        size = (shape[0], CHANNELS, *shape[1:])
+        rng = np.random.default_rng(size)
+        feed = {value.name: rng.standard_normal(size).astype(NUMPY[dtype]) for value in model.graph.input}
+        (expected,) = evaluate(site.fusion, stored | {name: as_float64(value) for name, value in feed.items()})
+        beside = {name: value for name, value in feed.items() if name != "x"}
+        error = np.abs(run_cuda(live, feed["x"], dtype, **beside) - expected)
+        bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + 64 * EPSILON[F32])
+        assert (error <= bound).all(), f"{size}: {error.max():.3g}, {(error / bound).max():.2f} of the bound"
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("channels", [2, 3, 77, 256, 513, 1000, MOST_ACROSS])
+def test_any_number_of_channels(tmp_path: Path, channels: int, dtype: int) -> None:
+    b = Builder(dtype, opset=17)
+    x = b.input("x", ("images", channels, "pixels"))
+    average = b("ReduceMean", x, axes=[1], keepdims=1)
+    centred = b("Sub", x, average)
+    variance = b("ReduceMean", b("Mul", centred, centred), axes=[1], keepdims=1)
+    fused, report = onnxfuse.optimize(b.model(b("Div", centred, b("Sqrt", b("Add", variance, b.array(SMALL))))))
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    for images, pixels in ((1, 1), (3, 31), (2, 1025), (70, 4)):
+        given = np.random.default_rng(pixels).standard_normal((images, channels, pixels)).astype(NUMPY[dtype])
+        own = as_float64(given) - as_float64(given).mean(1, keepdims=True)
+        deviation = np.sqrt((own**2).mean(1, keepdims=True) + float(b.numpy.type(SMALL)))
+        expected = own / deviation
+        error = np.abs(run_cuda(live, given, dtype) - expected)
+        largest = 1 + np.abs(as_float64(given)).max(1, keepdims=True) / deviation
+        digits = EPSILON[F32] * largest * (1 + np.abs(expected))
+        bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + 8 * digits)
+        assert (error <= bound).all(), f"{given.shape}: {error.max():.3g}, {(error / bound).max():.2f} of the bound"
 
 
 @pytest.mark.parametrize("dtype", [F16, F32])

@@ -22,7 +22,7 @@ from onnxfuse.runtime.compile import compile_source
 from onnxfuse.runtime.disassemble import sass
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.norm_plan import make_norm_plan
-from onnxfuse.schedule.norm_tile import MOST_THREADS, NormSpec, NormTile, norm_tile
+from onnxfuse.schedule.norm_tile import MOST_THREADS, NormSpec, NormTile, across_tile, norm_tile
 from tests.helpers.kernel_problem import GROWTH, Bounded, Buffer, Problem, Size, _stored, make_operand, make_output
 from tests.helpers.reference_fusion import OPS
 from tests.helpers.thinning import Taken
@@ -50,6 +50,7 @@ class Case:
         parameters: their type; that of x where it is None. So of the output.
         batch: how many batches have parameters of their own; 0 where all rows share them.
         parts: of n elements each, of a row.
+        across: rows lie beside each other.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Case:
     least: float = 0.0
     added: float = 0.0
     parts: int = 1
+    across: bool = False
 
 
 CASES = [
@@ -94,19 +96,26 @@ CASES = [
     Case("f32 two halves of several warps", F32, 2048, 3, 2, kinds=("tile", "column"), parts=2),
     Case("bf16 odd thirds of batches", BF16, 37, 5, 4, kinds=("column", "tile"), parts=3, batch=2),
     Case("f16 an operand of each row", F16, 320, 5, 2, kinds=("tile", "column"), pad=8),
+    Case("f16 across", F16, 48, 77, across=True),
+    Case("f32 across, of batches, and no column of some threads", F32, 37, 40, batch=3, pad=4, across=True),
+    Case("bf16 across, rms, and many columns", BF16, 1000, 37, centred=False, kinds=("tile", "row"), across=True),
+    Case("f32 across, of more than a block", F32, 512, 33, kinds=("row", "scalar"), out=F16, across=True),
+    Case("f16 across, two halves", F16, 64, 37, kinds=("row", "tile"), parts=2, across=True),
 ]
 
 
 def make_spec(case: Case, epsilon: float = 1e-5) -> TiledNorm:
     def access(kind: str, dtype: DType) -> Access:
         widest = math.gcd(case.n, case.pad or case.n, 16 // dtype.bytes)
-        return Access(kind, dtype, 1 if kind in ("scalar", "column") else widest)
+        is_single = kind in ("scalar", "column") or (kind == "tile" and case.across)
+        return Access(kind, dtype, 1 if is_single else widest)
 
     rows = [access("tile", case.dtype)] * case.parts
     loads = (*rows, *(access(kind, case.parameters or case.dtype) for kind in case.kinds))
     outs = (access("tile", case.out or case.dtype),) * case.parts
     steps, values = steps_of(case)
-    tile = norm_tile(max(way.width for way in (*loads, *outs)), case.n, case.spans)
+    span = max(way.width for way in (*loads, *outs))
+    tile = across_tile(span, case.n) if case.across else norm_tile(span, case.n, case.spans)
     return TiledNorm(
         loads, outs, steps, values,
         centred=case.centred, epsilon=epsilon, least=case.least, added=case.added, batched=case.batch > 0,
@@ -149,7 +158,8 @@ class Rows(Problem):
         """Of each part."""
         parts, tile = self.spec.parts, self.spec.tile
         x = np.concatenate([load.values.astype(np.float64) for load in self.loads[:parts]], -1)
-        depth = parts * tile.spans * tile.span + math.log2(min(tile.row_threads, 32)) + tile.row_threads / 32 + 1
+        of_threads = math.log2(min(tile.row_threads, 32)) + tile.row_threads / 32
+        depth = parts * tile.spans * tile.span + (tile.row_threads if tile.across else of_threads) + 1
         mean = x.mean(-1, keepdims=True) * self.spec.centred
         off = self.spec.centred * depth * UNIT * np.abs(x).mean(-1, keepdims=True)  # of the mean
         own = x - mean
@@ -171,8 +181,12 @@ def make_parameter(rng: np.random.Generator, load: Access, size: Size) -> Buffer
     return replace(alone, shape=(size.batch, size.m, size.n), strides=(batch, 0, column * (load.kind == "row")))
 
 
+def _size(case: Case, rows: int) -> Size:
+    return Size(rows, case.n, 1, max(case.batch, 1), case.pad, transposed=case.across)
+
+
 def make_rows(spec: TiledNorm, case: Case, rows: int, mean: float = 0.3, deviation: float = 2.0) -> Rows:
-    rng, size = np.random.default_rng([rows, case.n]), Size(rows, case.n, 1, max(case.batch, 1), case.pad)
+    rng, size = np.random.default_rng([rows, case.n]), _size(case, rows)
     x = [make_operand(rng, load, size) for load in spec.loads[: spec.parts]]
     for part in x:
         part.data[...] = (part.data.astype(np.float32) * deviation + mean).astype(part.data.dtype)

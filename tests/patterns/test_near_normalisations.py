@@ -231,13 +231,13 @@ def axes_of(axes: tuple[int, ...], keepdims: int, opset: int) -> Form:
 @pytest.mark.parametrize("opset", [13, 17, 18, 23])
 @pytest.mark.parametrize("keepdims", [0, 1])
 @pytest.mark.parametrize("axes", [(-1,), (2,), (1,), (0,), (1, 2), (-1, -2), ()])
-def test_a_mean_is_of_the_last_axis(axes: tuple[int, ...], keepdims: int, opset: int) -> None:
+def test_a_mean_is_of_one_axis_that_stays(axes: tuple[int, ...], keepdims: int, opset: int) -> None:
     """Rows are as many as columns and batches, so that a dimension that is missing does broadcast."""
     b = Builder(FLOAT, opset=opset)
     b.array(1e-5, "epsilon")
     model = b.model(axes_of(axes, keepdims, opset)(b, b.input("x", (N, N, N))))
     found = [len(site.match.nodes) for site in analysed(model).sites]
-    assert found == ([5] if axes in ((-1,), (2,)) and keepdims else [])
+    assert found == ([5] if len(axes) == 1 and keepdims else [])
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])

@@ -13,6 +13,12 @@
 //   row 0  | t0 | t1 | t2 | ...     | t0 | t1 | ...   |    BLOCK_M rows of one block
 //   row 1  | t8 | t9 | ...          | t8 | ...        |
 //          +-----------------------------------------+      so of each part
+//
+// Where rows lie beside each other in memory and the columns of one apart, as pixels and their channels (ACROSS), a warp
+// reads a column of several rows, and all threads of a row add up through shared memory:
+//
+//   column 0 | t0 | t1 | t2 | ... | t31 |     the rows of a block, each with thread 0 of its threads
+//   column 8 | t32| t33| t34| ... | t63 |     and with thread 1, whose SPAN columns come next
 #pragma once
 #include "common/operands.cuh"
 #include "common/results.cuh"
@@ -23,22 +29,27 @@ namespace onnxfuse {
 constexpr int WARP_LANES = 32;
 constexpr int LANES = ROW_THREADS < WARP_LANES ? ROW_THREADS : WARP_LANES;  // of a warp that share a row
 constexpr int WARPS = (ROW_THREADS + WARP_LANES - 1) / WARP_LANES;          // that share it
+constexpr int SUMS = ACROSS ? ROW_THREADS : WARPS;                          // of a row, that meet in shared memory
 static_assert(ROW_THREADS * BLOCK_M == THREADS && ROW_THREADS % LANES == 0, "threads tile the block");
 
 using Row = Span<Load<0>>[PARTS][SPANS];  // the first loads are the parts of one tensor
 
 __device__ __forceinline__ int first_column(int thread, int span) { return (span * ROW_THREADS + thread) * SPAN; }
 
-// The sum of a row's threads, in all of them and in the same order. Between warps it lies in `sums`, [BLOCK_M, WARPS].
+// Where a sum of a row lies that others add up: rows of a warp's lanes beside each other.
+__device__ __forceinline__ int place_of(int row, int sum) { return ACROSS ? sum * BLOCK_M + row : row * SUMS + sum; }
+
+// The sum of a row's threads, in all of them and in the same order. Those of its warps, or of its threads where they are
+// of different warps, lie in `sums`.
 __device__ __forceinline__ float sum_of_row(float sum, float* sums, int row, int thread) {
-  sum = sum_of_lanes<LANES>(sum);
-  if constexpr (WARPS > 1) {
+  if constexpr (!ACROSS) sum = sum_of_lanes<LANES>(sum);
+  if constexpr (SUMS > 1) {
     __syncthreads();  // the sums before these are read
-    if (thread % WARP_LANES == 0) sums[row * WARPS + thread / WARP_LANES] = sum;
+    if (ACROSS || thread % WARP_LANES == 0) sums[place_of(row, ACROSS ? thread : thread / WARP_LANES)] = sum;
     __syncthreads();
     sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) sum += sums[row * WARPS + warp];
+    for (int i = 0; i < SUMS; ++i) sum += sums[place_of(row, i)];
   }
   return sum;
 }
@@ -148,7 +159,8 @@ __device__ __forceinline__ float scale_of(float variance) {
 
 // Every thread of the block takes part in the sums, also one whose row does not exist.
 __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int batch, float* sums) {
-  const int own = static_cast<int>(threadIdx.x) / ROW_THREADS, thread = static_cast<int>(threadIdx.x) % ROW_THREADS;
+  const int index = static_cast<int>(threadIdx.x);
+  const int own = ACROSS ? index % BLOCK_M : index / ROW_THREADS, thread = ACROSS ? index / BLOCK_M : index % ROW_THREADS;
   const int left = args.m - static_cast<int>(blockIdx.x) * BLOCK_M;
   const int row = static_cast<int>(blockIdx.x) * BLOCK_M + own;
   const bool exists = own < left;
