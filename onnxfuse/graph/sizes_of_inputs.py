@@ -68,16 +68,19 @@ def _facts(graph: GraphProto) -> _Facts:
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            stored[node.output[0]] = node.attribute[0].t
+            stored.update((name, node.attribute[0].t) for name in node.output)
     inputs = {value.name: value for value in graph.input if value.name not in stored}
     return _Facts({name: node for node in graph.node for name in node.output}, readers, inputs, stored)
 
 
 def _source(facts: _Facts, gather: NodeProto) -> str | None:
     """The input of the graph whose size a Gather takes by asking for that of a value; None where it does not."""
-    shape = facts.makers.get(gather.input[0]) if gather.op_type == "Gather" and gather.input else None
-    axis = _number(facts.stored.get(gather.input[1])) if shape is not None else None
-    if shape is None or shape.op_type != "Shape" or shape.attribute or axis is None or not _makes_data(facts, gather):
+    is_of_two = gather.op_type == "Gather" and len(gather.input) == 2
+    shape = facts.makers.get(gather.input[0]) if is_of_two else None
+    if shape is None or shape.op_type != "Shape" or shape.attribute or len(shape.input) != 1:
+        return None
+    axis = _number(facts.stored.get(gather.input[1]))
+    if axis is None or not _makes_data(facts, gather):
         return None
     steps = list(_steps(facts, shape.input[0]))
     source = facts.inputs.get(steps[-1].read) if steps else None
@@ -110,15 +113,16 @@ def _steps(facts: _Facts, value: str) -> Iterator[_Step]:
 
 def _kept(facts: _Facts, node: NodeProto) -> str | None:
     """The input of a node whose dimensions but the last are those of its output; None where that is not known."""
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ("", "ai.onnx") or not node.input:
         return None
+    first = str(node.input[0])
     if node.op_type in UNARY or (node.op_type == "LayerNormalization" and _is_of_columns(node)):
-        return str(node.input[0])
+        return first
     if node.op_type == "MatMul":
-        return str(node.input[0]) if _rank(facts, node.input[1]) == MATRIX else None
+        return first if len(node.input) == 2 and _rank(facts, node.input[1]) == MATRIX else None
     if node.op_type == "Gemm":
         is_turned = any(each.name == "transA" and each.i for each in node.attribute)
-        return None if is_turned else str(node.input[0])
+        return None if is_turned else first
     if node.op_type in BINARY:
         others = [
             str(name) for name in node.input if (_rank(facts, name) or VECTOR) > VECTOR or name not in facts.stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from onnxfuse.device import resolve
 from onnxfuse.graph.load import load_model
@@ -16,6 +16,7 @@ from tests.tools import sweep
 
 COLUMNS, ROWS = 16, 32
 Form = Callable[[Builder, str], str]
+ZERO = helper.make_tensor("zero", TensorProto.INT64, (), [0])
 
 
 def size(b: Builder, t: str, axis: int) -> str:
@@ -136,6 +137,16 @@ def test_sizes_of_a_reshape_alone_stay() -> None:
 def test_a_second_reading_changes_nothing() -> None:
     once = load_model(asked(KEPT["second"])).proto
     assert load_model(once).proto == once
+
+
+@pytest.mark.parametrize("op", ["Shape", "Gather", "MatMul", "Add", "Constant"])
+def test_a_node_without_inputs_or_outputs_is_not_read(op: str) -> None:
+    model = asked(lambda b, x: size(b, projected(b, x), 1))
+    for node in (node for node in model.graph.node if node.op_type == op):
+        del node.input[:]
+    model.graph.node.append(NodeProto(op_type="Constant", attribute=[helper.make_attribute("value", ZERO)]))
+    shapes = [node.input for node in load_model(model).proto.graph.node if node.op_type == "Shape"]
+    assert ["x"] not in [list(names) for names in shapes] or op == "Constant"
 
 
 def test_a_mask_of_sizes_is_an_operand() -> None:
