@@ -19,7 +19,7 @@ from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.graph.opened_ops import adding_zeros
 from onnxfuse.graph.packed_data import Packing, unpacking
 from onnxfuse.graph.padded_rows import PaddedRows, without_padding
-from onnxfuse.graph.rounding_shapes import MOVES, has_readers_of_16_bits, read_in_16_bits, unread_shapes
+from onnxfuse.graph.rounding_shapes import COMPUTES, MOVES, has_readers_of_16_bits, read_in_16_bits, unread_shapes
 from onnxfuse.graph.rows_in_turn import RowsInTurn, taking_turns
 from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.transposed_data import Order
@@ -27,6 +27,7 @@ from onnxfuse.graph.transposed_data import Order
 RESTORING = "brings a stored weight into the order that the model had"  # of those nodes of a body; they have no names
 
 
+OF_16_BITS = (*COMPUTES, *MOVES)
 OWN = -1  # in the place of an input's index
 
 
@@ -193,9 +194,19 @@ def _rounded_as_before(replacement: Replacement, nodes: list[NodeProto]) -> list
     shaped = {value for index in replacement.folded for value in graph.scope.nodes[index].input}
     shaped |= {value for index in replacement.copied for value in graph.scope.nodes[index].output}
     values = {node.output[0] for node in nodes if node.op_type == "Split"}
-    values |= {node.output[0] for node in nodes if node.op_type in MOVES and node.output[0] in shaped}
+    shaped |= {value for value in replacement.outputs if _only_concats_read(graph, value)}
+    values |= {node.output[0] for node in nodes if node.op_type in OF_16_BITS and node.output[0] in shaped}
     lost = {value for value in values if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)
-    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, _unread, MOVES))]
+    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, _unread, OF_16_BITS))]
+
+
+def _only_concats_read(graph: Graph, value: str) -> bool:
+    """Whether all that reads a value in 16 bits puts it beside others.
+
+    ONNX Runtime goes through the nodes in their order, those of bodies last: a Concat may be one of 32 bits by then.
+    """
+    readers = [reader.op for reader in graph.readers(value) if reader.op in OF_16_BITS]
+    return bool(readers) and {*readers} == {"Concat"}
 
 
 def _unread(name: str) -> str:
