@@ -36,6 +36,7 @@ MICROSOFT: dict[str, tuple[int, ...]] = {
     "FusedConv": (0,),
     "FusedGemm": (0,),
     "FusedMatMul": (0,),
+    "GatherBlockQuantized": (0,),
     "Gelu": (0,),
     "GemmaRotaryEmbedding": (0, 1),
     "GroupNorm": (0,),
