@@ -496,6 +496,11 @@ def _with_sum(known: Known) -> list[Shape | None]:
     return [known.shape(0)] * len(known.node.outputs)
 
 
+def _with_state(known: Known) -> list[Shape | None]:
+    """A convolution of channels over time, as long as its input; the columns before it come again."""
+    return [known.shape(0), known.shape(3)][: len(known.node.outputs)]
+
+
 def _quantized_columns(known: Known) -> list[Shape | None]:
     shape = known.shape(0)
     return [(*shape[:-1], int(known.node.attrs["N"])) if shape else None]
@@ -557,18 +562,19 @@ _MICROSOFT: dict[str, Rule] = {
     **dict.fromkeys(("DequantizeLinear", "QuantizeLinear"), _same),
     **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _matmul),
     **dict.fromkeys(("MultiHeadAttention", "PackedMultiHeadAttention"), _heads),
-    **dict.fromkeys(("Attention", "PackedAttention"), _attention),
+    **dict.fromkeys(("Attention", "PackedAttention", "QAttention"), _attention),
+    **dict.fromkeys(("EmbedLayerNormalization", "QEmbedLayerNormalization"), _embedding),
+    **dict.fromkeys(("MatMulBnb4", "MatMulNBits"), _quantized_columns),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
     "BiasSplitGelu": _half_columns,
+    "CausalConvWithState": _with_state,
     "DecoderMaskedMultiHeadAttention": _heads,
-    "EmbedLayerNormalization": _embedding,
     "FusedConv": _convolution,
     "FusedGemm": _gemm,
     "FusedMatMul": _fused_matmul,
     "GatherBlockQuantized": _gathered_blocks,
     "GemmaRotaryEmbedding": _rotated,
     "GroupQueryAttention": _grouped_heads,
-    "MatMulNBits": _quantized_columns,
     "NhwcConv": _channels_last,
     **dict.fromkeys(("MoE", "QMoE", "QuickGelu", "RotaryEmbedding"), _same),
     "SkipGroupNorm": _with_sum,

@@ -40,7 +40,7 @@ from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, axis_vi
 QUANTIZED = frozenset(
     {
         *("MatMulInteger", "QLinearMatMul", "com.microsoft::DynamicQuantizeMatMul"),
-        "com.microsoft::MatMulIntegerToFloat",
+        *("com.microsoft::MatMulBnb4", "com.microsoft::MatMulIntegerToFloat", "com.microsoft::QGemm"),
     }
 )
 

@@ -108,6 +108,19 @@ CASES = {
     "four bits": Case(
         "MatMulNBits", (half("b", "s", 64), (UINT8, (48, 2, 16)), half(48, 2)), (("b", "s", 48),),
         {"K": 64, "N": 48, "bits": 4, "block_size": 32}),
+    "four bits of floats": Case(
+        "MatMulBnb4", (half("b", "s", 64), (UINT8, (1536,)), (FLOAT, (48,))), (("b", "s", 48),),
+        {"K": 64, "N": 48, "block_size": 64, "quant_type": 1}),
+    "attention of integers": Case(
+        "QAttention", ((UINT8, ("b", "s", 48)), (UINT8, (48, 192)), half(192), half(), half(), None, (UINT8, ()),
+        (UINT8, ())), (("b", "s", 64),), {"num_heads": 8}),
+    "an embedding of integers": Case(
+        "QEmbedLayerNormalization", ((INT32, ("b", "s")), None, (UINT8, (24, 64)), (UINT8, (9, 64)), None,
+        (UINT8, (64,)), (UINT8, (64,)), None, half(), half(), None, half(), half(), (UINT8, ()), (UINT8, ()), None,
+        (UINT8, ()), (UINT8, ())), (("b", "s", 64),), runs=False),
+    "columns over time": Case(
+        "CausalConvWithState", (half("b", 16, "s"), half(16, 1, 4), None, half("b", 16, 3)),
+        (("b", 16, "s"), ("b", 16, 3)), {"ndim": 1}),
     "rows of four bits": Case(
         "GatherBlockQuantized", ((UINT4, (24, 64)), (INT64, ("b", "s")), half(24, 2)), (("b", "s", 64),),
         {"block_size": 32}, runs=False),
