@@ -184,7 +184,7 @@ def with_input(place: int, value: np.ndarray) -> Callable[[onnx.NodeProto, Model
     ("change", "words"),
     [
         (attribute("bits", 2), "2 bits"),
-        (attribute("block_size", 256), "256 elements"),
+        (attribute("block_size", 512), "512 elements"),
         (attribute("block_size", 24), "24 elements"),
         (attribute("weight_prepacked", 1), "weight_prepacked"),
         (with_input(4, np.zeros(K, np.int32)), "g_idx"),
