@@ -5,12 +5,12 @@ The other half, the attributes of a fused node, is in `lowering/fused_node.py`.
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   278 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
+    records   279 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
               max_m, u32 block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the
               kernel has no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks
               in two levels, whether its accesses go down the rows, whether it reads a copy), u16 cluster, u32 early
               depth, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous,
-              swizzle, u16 box_inner, box_outer), u32 library (`Library`), u8 bits and block of a quantized rhs, u8
+              swizzle, u16 box_inner, box_outer), u32 library (`Library`), u8 bits and u16 block of a quantized rhs, u8
               alignments of its scales and zero points (all 0: it is not quantized), u64 offset of the image from the
               start of the archive, u32 bytes of it there, u32 bytes of it decompressed
     images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
@@ -58,10 +58,10 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 13
+VERSION = 14
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHII72sIBBBBQII")
+_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHII72sIBHBBQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
 _RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
@@ -107,7 +107,7 @@ class QuantizedRhs:
 
     Attributes:
         bits: of one element; 4 or 8.
-        block: elements of k that share a scale; 16, 32, 64 or 128.
+        block: elements of k that share a scale; 16, 32, 64, 128 or 256.
         scales_alignment: bytes that the address of the scales is a multiple of; 1, 2, 4, 8 or 16.
         zero_points_alignment: the same of the zero points; 0 where there are none.
     """

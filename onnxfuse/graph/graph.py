@@ -98,9 +98,13 @@ class Graph:
         """Whether the value is stored in the model."""
         return name in self.scope.stored
 
+    def is_fixed(self, name: str) -> bool:
+        """Whether a value that nodes compute is of stored tensors alone, in any type: every run computes the same."""
+        return name in self._foldable
+
     def is_folded(self, name: str) -> bool:
         """Whether ONNX Runtime computes a value once, as it loads the model: from what is stored, in fp32 or fp64."""
-        return name in self._foldable and self.dtype(name) in FOLDED_TYPES
+        return self.is_fixed(name) and self.dtype(name) in FOLDED_TYPES
 
     @cached_property
     def body_prefix(self) -> str:

@@ -60,6 +60,7 @@ def input_sizes(model: Model) -> InputSizes:
     sums = {symbol: terms for symbol in symbols if (terms := _terms(symbol))}
     values: dict[str, tuple[tuple[str, ...], int]] = {}
     one_of: set[tuple[str, str]] = set()
+    widest = max(map(_window, graph.nodes), default=0)
     # A window's cache does not hold all keys: how many there are, the other caches say, where there are any.
     for node in sorted(graph.nodes, key=lambda node: _window(node) > 0):
         for total, parts in _equal_sizes(graph, node):
@@ -67,7 +68,7 @@ def input_sizes(model: Model) -> InputSizes:
                 sums[known[total]] = parts
         operator = _ATTENTION.get((node.domain or "", node.op))
         if operator is not None:
-            fixed |= {known[symbol]: size for symbol, size in _heads(graph, node, operator) if symbol in known}
+            fixed |= {known[symbol]: size for symbol, size in _heads(graph, node, operator, widest) if symbol in known}
             values |= {name: found for name, found in _lengths(graph, node, operator) if name in inputs}
         if node.op == "GroupQueryAttention":
             rows = [
@@ -127,9 +128,14 @@ def _past_and_present(graph: Graph, node: gs.Node, operator: Attention) -> Size:
     return None if "None" in parts else f"(+ {parts[0]} {parts[1]})"
 
 
-def _heads(graph: Graph, node: gs.Node, operator: Attention) -> Iterator[tuple[Size, int]]:
-    """The symbols of a cache `[..., heads, length, width]`, and the sizes that the operator accepts of them."""
-    heads, window = node.attrs.get(operator.heads), _window(node)
+def _heads(graph: Graph, node: gs.Node, operator: Attention, widest: int) -> Iterator[tuple[Size, int]]:
+    """The symbols of a cache `[..., heads, length, width]`, and the sizes that the operator accepts of them.
+
+    Other caches are as long as the widest window, where positions go on: what a window has no token for is not written.
+    """
+    heads, cosines = node.attrs.get(operator.heads), _cosines(graph, node)
+    has_room = not cosines or not isinstance(cosines[0], int) or 2 * widest <= cosines[0]
+    window = _window(node) or (widest if has_room else 0)
     width = _head_width(graph, node)
     for index in operator.past:
         past = _shape(graph, node, index)
@@ -161,8 +167,13 @@ def _head_width(graph: Graph, node: gs.Node) -> int | None:
         return query[-1] // parts
     if query is not None and len(query) in (4, 5) and isinstance(query[-1], int):
         return query[-1]
-    cosines = _shape(graph, node, 7) if node.op == "GroupQueryAttention" else None
+    cosines = _cosines(graph, node)
     return 2 * cosines[-1] if cosines and isinstance(cosines[-1], int) else None
+
+
+def _cosines(graph: Graph, node: gs.Node) -> tuple[Size, ...] | None:
+    """The shape `[positions, half a head]` of what turns heads."""
+    return _shape(graph, node, 7) if node.op == "GroupQueryAttention" else None
 
 
 def _lengths(graph: Graph, node: gs.Node, operator: Attention) -> Iterator[tuple[str, tuple[tuple[str, ...], int]]]:

@@ -497,9 +497,40 @@ def _with_sum(known: Known) -> list[Shape | None]:
     return [known.shape(0)] * len(known.node.outputs)
 
 
+def _with_state(known: Known) -> list[Shape | None]:
+    """A convolution of channels over time, as long as its input; the columns before it come again."""
+    return [known.shape(0), known.shape(3)][: len(known.node.outputs)]
+
+
 def _quantized_columns(known: Known) -> list[Shape | None]:
     shape = known.shape(0)
     return [(*shape[:-1], int(known.node.attrs["N"])) if shape else None]
+
+
+def _gathered_blocks(known: Known) -> list[Shape | None]:
+    """Of a matrix `[rows, width]` in blocks of its rows: `[ids ..., width]`, also where bytes hold several numbers."""
+    data, ids, scales, attrs = known.shape(0), known.shape(1), known.shape(2), known.node.attrs
+    if data is None or ids is None or scales is None or len(data) != len(scales):
+        return [None]
+    rows, blocked = (
+        int(attrs.get(name, default)) % len(data) for name, default in (("gather_axis", 0), ("quantize_axis", 1))
+    )
+    numbers = [*data]
+    numbers[blocked] = _numbers_in_blocks(data[blocked], scales[blocked], attrs)
+    return [(*numbers[:rows], *ids, *numbers[rows + 1 :])]
+
+
+def _numbers_in_blocks(elements: Size, blocks: Size, attrs: Mapping[str, Any]) -> Size:
+    """How many numbers as many elements hold that have so many blocks: as many, or of bytes, which no rule sees, more.
+
+    None where there is one block for either.
+    """
+    if not isinstance(elements, int) or not isinstance(blocks, int):
+        return None
+    size = int(attrs.get("block_size", 128))
+    counts = {elements, elements * 8 // int(attrs.get("bits", 4))}
+    fitting = [count for count in counts if -(-count // size) == blocks]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def _with_scale(known: Known) -> list[Shape | None]:
@@ -532,17 +563,19 @@ _MICROSOFT: dict[str, Rule] = {
     **dict.fromkeys(("DequantizeLinear", "QuantizeLinear"), _same),
     **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _matmul),
     **dict.fromkeys(("MultiHeadAttention", "PackedMultiHeadAttention"), _heads),
-    **dict.fromkeys(("Attention", "PackedAttention"), _attention),
+    **dict.fromkeys(("Attention", "PackedAttention", "QAttention"), _attention),
+    **dict.fromkeys(("EmbedLayerNormalization", "QEmbedLayerNormalization"), _embedding),
+    **dict.fromkeys(("MatMulBnb4", "MatMulNBits"), _quantized_columns),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
     "BiasSplitGelu": _half_columns,
+    "CausalConvWithState": _with_state,
     "DecoderMaskedMultiHeadAttention": _heads,
-    "EmbedLayerNormalization": _embedding,
     "FusedConv": _convolution,
     "FusedGemm": _gemm,
     "FusedMatMul": _fused_matmul,
+    "GatherBlockQuantized": _gathered_blocks,
     "GemmaRotaryEmbedding": _rotated,
     "GroupQueryAttention": _grouped_heads,
-    "MatMulNBits": _quantized_columns,
     "NhwcConv": _channels_last,
     **dict.fromkeys(("MoE", "QMoE", "QuickGelu", "RotaryEmbedding"), _same),
     "SkipGroupNorm": _with_sum,

@@ -24,7 +24,7 @@ class Quantization:
 
     Attributes:
         bits: of one element; 4 or 8.
-        block: elements of k that share a scale; 16, 32, 64 or 128.
+        block: elements of k that share a scale; 16, 32, 64, 128 or 256.
         zero_points: whether each block has a zero point beside its scale; else it is 2^(bits - 1).
         scale: type of the scales, that of the activations.
     """

@@ -124,9 +124,14 @@ def _counted(graph: Graph, node: gs.Node) -> Counted:
         value = maker.inputs[0]
     place = graph.known_value(nodes[1].inputs[1])
     is_second = place is not None and place.size == 1 and int(place.flat[0]) in (1, -1)
-    if not is_second or len(graph.shape(value.name) or ()) != 2 or nodes[0].attrs:
+    if not is_second or len(graph.shape(value.name) or ()) != 2 or not _is_whole(nodes[0]):
         raise _refuse(node, "the number of keys is no second dimension of two")
     return Counted(value, tuple(nodes))
+
+
+def _is_whole(shape: gs.Node) -> bool:
+    """Whether a Shape is of all dimensions; ONNX Runtime's optimiser writes out where it starts."""
+    return not shape.attrs.get("start", 0) and "end" not in shape.attrs
 
 
 def _lowered(graph: Graph, node: gs.Node, counted: Counted) -> CachedAttention:

@@ -40,7 +40,7 @@ from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, axis_vi
 QUANTIZED = frozenset(
     {
         *("MatMulInteger", "QLinearMatMul", "com.microsoft::DynamicQuantizeMatMul"),
-        "com.microsoft::MatMulIntegerToFloat",
+        *("com.microsoft::MatMulBnb4", "com.microsoft::MatMulIntegerToFloat", "com.microsoft::QGemm"),
     }
 )
 
@@ -57,7 +57,8 @@ class Product:
     Attributes:
         node: the MatMul or Gemm.
         lhs: name of the left-hand side; `rhs` likewise.
-        is_weight: rhs is a constant matrix: products with the same lhs may be parts of one fusion.
+        is_weight: rhs is a constant matrix, stored or made of what is (integers that ops of their own dequantise):
+            products with the same lhs may be parts of one fusion.
         lhs_view: dimensions of lhs, in pieces of its axes; `rhs_view` likewise, in pieces of those and of columns.
         out_view: the output's dimensions.
         row_view: those of them that are not columns.
@@ -261,9 +262,10 @@ def _read(graph: Graph, node: gs.Node, reading: _Reading) -> Product:
     spelled = () if factors is None else (InputView(factors, None),)
     if factors is not None and graph.is_escaping(node.inputs[0].name):
         raise NotFusable("graph_output", node_label(node), f"{node.inputs[0].name!r} is an output of the graph")
-    is_weight = _is_constant(graph, rhs)
-    if not is_weight and extent(found.k) == 1:
+    is_constant = _is_constant(graph, rhs)
+    if not is_constant and extent(found.k) == 1:
         raise NotFusable("outer_product", node_label(node), "k is 1, so that there is nothing to sum")
+    is_weight = is_constant or graph.is_fixed(rhs.name)
     return Product(
         node, dtype, lhs.name, rhs.name, is_weight, found.lhs, found.rhs, found.out, found.rows,
         found.columns or (Piece(COLUMNS, 1),), found.k, _base(graph, lhs, rhs, found),

@@ -210,7 +210,7 @@ def _why_not_kept(spec: KernelSpec, tile: QuantizedSmallMTile) -> str | None:
     form = _form(spec)
     if form.block_bytes < PIECE_BYTES:
         return "lhs is kept in whole pieces of a block"
-    if tile.spread > 1 and (tile.term_rows * tile.spread > MMA_ROWS or tile.block_k // form.block % tile.spread):
+    if tile.spread > 1 and (tile.term_rows * tile.spread > MMA_ROWS or tile.block_k % (form.block * tile.spread)):
         return f"{tile.term_rows} rows of {tile.block_k} are not spread by {tile.spread}"
     if kept_registers(form, tile) > max_kept(spec):
         return f"{kept_registers(form, tile)} registers of lhs, of {max_kept(spec)} at most"

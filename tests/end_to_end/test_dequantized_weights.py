@@ -81,6 +81,29 @@ def test_the_same_bits_and_no_byte_more(element: int, turned: bool, zero_points:
     assert held == 2 * (N * K * bits // 8 + N * K // BLOCK * (np.dtype(before.dtype).itemsize + zero_points * bits / 8))
 
 
+def spelled(b: Builder, name: str, block: int) -> str:
+    """The same of int8 [n, k] by ops of their own, as torch exports torchao's weights; a block of k is a column's."""
+    numbers = np.random.default_rng(len(name)).integers(-128, 128, (N * K // block, block)).astype(np.int8)
+    scales = b.array(draw(N * K // block, 1, seed=3) / 64, f"{name}.s")
+    floats = b("Cast", b.raw(numbers, f"{name}.q"), to=b.dtype)
+    matrix = b("Mul", b("Sub", floats, b.array(np.array(3.0), f"{name}.z")), scales)
+    return b("Transpose", matrix if block == K else b("Reshape", matrix, b.integers(N, K)), perm=[1, 0])
+
+
+@pytest.mark.parametrize("block", [BLOCK, K])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+def test_weights_that_ops_of_their_own_dequantise_meet_in_one_kernel(dtype: int, block: int) -> None:
+    """They are as fixed as what they are made of."""
+    b = Builder(dtype, opset=21)
+    x = b.input("x", (5, K))
+    up, down = (b("MatMul", x, spelled(b, name, block)) for name in ("up", "gate"))
+    model = b.model(gate(b, up, down), ir_version=10)
+    written, report = onnxfuse.optimize(model, arch="sm_90a")
+    assert [site.pattern for site in report.fused] == ["split_gemm"]
+    before, after = (cpu_session(each).run(None, feed(dtype))[0] for each in (model, written))
+    assert np.array_equal(before, after)
+
+
 @pytest.mark.parametrize(("element", "turned", "zero_points"), CASES, ids=lambda value: NAMES.get(value, str(value)))
 def test_what_a_kernel_reads_is_the_matrix(element: int, turned: bool, zero_points: bool) -> None:
     model = model_of(element, turned, zero_points)

@@ -12,7 +12,9 @@ from onnx import ModelProto, TensorProto, helper
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.graph.symbolic import Size
 
-FLOAT, HALF, INT32, INT64, UINT8 = (getattr(TensorProto, n) for n in ("FLOAT", "FLOAT16", "INT32", "INT64", "UINT8"))
+FLOAT, HALF, INT32, INT64, UINT8, UINT4 = (
+    getattr(TensorProto, name) for name in ("FLOAT", "FLOAT16", "INT32", "INT64", "UINT8", "UINT4")
+)
 B, S, P = 1, 3, 4  # sizes of a run: batch, sequence, past; with a past the CPU takes one batch
 RUN = {"b": B, "s": S, "past": P, "tokens": 7}
 Entry = tuple[int, tuple[int | str, ...]] | tuple[int, tuple[int | str, ...], int]
@@ -24,7 +26,7 @@ class Case:
 
     Attributes:
         made: of each output the shape; None where nothing has to be known.
-        runs: whether ONNX Runtime's CPU provider has the op.
+        runs: whether ONNX Runtime's CPU provider has the op, and numpy the types of its inputs.
     """
 
     op: str
@@ -106,6 +108,34 @@ CASES = {
     "four bits": Case(
         "MatMulNBits", (half("b", "s", 64), (UINT8, (48, 2, 16)), half(48, 2)), (("b", "s", 48),),
         {"K": 64, "N": 48, "bits": 4, "block_size": 32}),
+    "four bits of floats": Case(
+        "MatMulBnb4", (half("b", "s", 64), (UINT8, (1536,)), (FLOAT, (48,))), (("b", "s", 48),),
+        {"K": 64, "N": 48, "block_size": 64, "quant_type": 1}),
+    "attention of integers": Case(
+        "QAttention", ((UINT8, ("b", "s", 48)), (UINT8, (48, 192)), half(192), half(), half(), None, (UINT8, ()),
+        (UINT8, ())), (("b", "s", 64),), {"num_heads": 8}),
+    "an embedding of integers": Case(
+        "QEmbedLayerNormalization", ((INT32, ("b", "s")), None, (UINT8, (24, 64)), (UINT8, (9, 64)), None,
+        (UINT8, (64,)), (UINT8, (64,)), None, half(), half(), None, half(), half(), (UINT8, ()), (UINT8, ()), None,
+        (UINT8, ()), (UINT8, ())), (("b", "s", 64),), runs=False),
+    "columns over time": Case(
+        "CausalConvWithState", (half("b", 16, "s"), half(16, 1, 4), None, half("b", 16, 3)),
+        (("b", 16, "s"), ("b", 16, 3)), {"ndim": 1}),
+    "rows of four bits": Case(
+        "GatherBlockQuantized", ((UINT4, (24, 64)), (INT64, ("b", "s")), half(24, 2)), (("b", "s", 64),),
+        {"block_size": 32}, runs=False),
+    "rows of four bits in bytes": Case(
+        "GatherBlockQuantized", ((UINT8, (24, 32)), (INT64, ("b", "s")), half(24, 2)), (("b", "s", 64),),
+        {"block_size": 32, "bits": 4}),
+    "rows of eight bits": Case(
+        "GatherBlockQuantized", ((UINT8, (24, 64)), (INT64, ("b", "s")), half(24, 2), (UINT8, (24, 2))),
+        (("b", "s", 64),), {"block_size": 32, "bits": 8}),
+    "rows of half a block": Case(
+        "GatherBlockQuantized", ((UINT8, (24, 8)), (INT64, ("b", "s")), half(24, 1)), (("b", "s", None),),
+        {"block_size": 32}),
+    "columns of four bits": Case(
+        "GatherBlockQuantized", ((UINT4, (64, 24)), (INT64, ("s",)), half(2, 24)), ((64, "s"),),
+        {"block_size": 32, "gather_axis": 1, "quantize_axis": 0}, runs=False),
     "from integers": Case(
         "DequantizeLinear", ((UINT8, ("b", "s", 64)), half(), (UINT8, ())), (("b", "s", 64),)),
     "of integers": Case(

@@ -104,6 +104,18 @@ def test_genais_decoders_have_one_in_every_layer() -> None:
     assert len(fusions(decoder(FLOAT16))) == COUNT
 
 
+def shape_of(model: ModelProto, **attributes: int) -> ModelProto:
+    """The model whose number of keys is told by a Shape of some dimensions."""
+    (shape,) = (node for node in model.graph.node if node.op_type == "Shape")
+    shape.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    return model
+
+
+def test_a_shape_may_say_that_it_starts_at_the_first_dimension() -> None:
+    """As ONNX Runtime's optimiser writes it out."""
+    assert len(fusions(shape_of(cached_model(), start=0))) == 1
+
+
 def reading_a_bias(model: ModelProto) -> None:
     (node,) = attentions(model)
     model.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT16, (1, 1, "s", "t")))
@@ -132,6 +144,8 @@ LEFT = {
     "columns": cached_model(sizes=(8, 2, 264)),
     "an attribute": cached_model(smooth_softmax=1),
     "one norm": cached_model(norms=True),
+    "another dimension": shape_of(cached_model(), start=-1),
+    "dimensions up to one": shape_of(cached_model(), end=2),
     "a window's cache": cached_model(sliding_window_cache=1, local_window_size=16),
 }
 

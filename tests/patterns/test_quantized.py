@@ -184,7 +184,7 @@ def with_input(place: int, value: np.ndarray) -> Callable[[onnx.NodeProto, Model
     ("change", "words"),
     [
         (attribute("bits", 2), "2 bits"),
-        (attribute("block_size", 256), "256 elements"),
+        (attribute("block_size", 512), "512 elements"),
         (attribute("block_size", 24), "24 elements"),
         (attribute("weight_prepacked", 1), "weight_prepacked"),
         (with_input(4, np.zeros(K, np.int32)), "g_idx"),
@@ -258,6 +258,22 @@ def test_a_packed_product_stores_its_ranges() -> None:
 
     found = matched(model_of(heads, Form(), FLOAT16))
     assert [len(fusion.outputs) for _, fusion in found] == [1]
+
+
+def test_four_bit_floats_are_left_alone_and_what_is_behind_is_not() -> None:
+    """As the quantizer of NF4 and FP4 writes them: nobody else declares the type and the shape of what they make."""
+    b = Builder(FLOAT16)
+    x = b.input("x", ("batch", "rows", 64))
+    stored = b.raw(np.zeros(64 * 64 // 2, np.uint8), "w"), b.raw(np.ones(64, np.float16), "absmax")
+    y = b("MatMulBnb4", x, *stored, domain="com.microsoft", K=64, N=64, block_size=64, quant_type=1)
+    z = b("Relu", b("MatMul", b("Relu", y), b.array(draw(64, 32), "weight")))
+    out = helper.make_tensor_value_info(z, FLOAT16, ("batch", "rows", 32))
+    graph = helper.make_graph(b.nodes, "g", b.inputs, [out], b.initializers)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    found = match_sites(Graph(load_model(model)), lambda match, fusion: fusion)
+    assert [site.anchor for site in found.fused] == ["MatMul_2"]
+    assert [(refused.reason, refused.node) for _, refused in found.skipped] == [("quantized", "MatMulBnb4_0")]
 
 
 @pytest.mark.parametrize("place", [1, 2, 3])

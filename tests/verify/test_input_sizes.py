@@ -71,14 +71,15 @@ def grouped(mask: bool, **attributes: int) -> ModelProto:
     return model_of(nodes, [x, *inputs, *past], [value("y", FLOAT, "b", "s", HIDDEN), *present], given)
 
 
-def windowed() -> ModelProto:
+def windowed(size: int = 6) -> ModelProto:
     """The same behind a layer whose cache holds a window of the keys, as Gemma's has."""
     model = grouped(mask=True)
     graph = model.graph
     place, full = next((i, node) for i, node in enumerate(graph.node) if node.op_type == "GroupQueryAttention")
     names = ["packed", "", "", "window.k", "window.v", "last", "total"]
     outputs = ["attended.window", "kept.k", "kept.v"]
-    attributes = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "local_window_size": 6, "sliding_window_cache": 1}
+    attributes = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "local_window_size": size}
+    attributes["sliding_window_cache"] = 1
     graph.node.insert(place, helper.make_node(full.op_type, names, outputs, domain="com.microsoft", **attributes))
     for each in "kv":
         sizes = ("batch_size", "kv_heads", "past_sliding_length", "kv_cache_dim")
@@ -184,6 +185,17 @@ def test_a_cache_of_a_sliding_window_has_room_for_it(tmp_path: Path) -> None:
     result = verify.verify(path, path)
     assert result.passed
     assert result.runs[0].shapes["past.k"] == (1, KV_HEADS, 40, WIDTH)
+
+
+def test_a_windows_cache_is_full(tmp_path: Path) -> None:
+    """Rows of it that no token has, nobody writes: two runs of one model are not the same there (gpt-oss)."""
+    path = tmp_path / "model.onnx"
+    onnx.save(windowed(100), path)
+    result = verify.verify(path, path)
+    assert result.passed
+    shapes = result.runs[0].shapes
+    assert shapes["window.k"][2] == 100
+    assert shapes["attention_mask"][1] == shapes["past.k"][2] + shapes["x"][1] >= 100
 
 
 def test_what_the_operators_say_is_read() -> None:

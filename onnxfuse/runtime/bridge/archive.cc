@@ -12,10 +12,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 13;
+constexpr uint32_t kVersion = 14;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 278;
+constexpr uint64_t kRecordBytes = 279;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
@@ -177,13 +177,13 @@ bool is_power_of_two(int number) { return number > 0 && (number & (number - 1)) 
 void parse_quantized(Cursor& cursor, Record& record) {
   Quantized& form = record.quantized;
   form.bits = cursor.number<uint8_t>();
-  form.block = cursor.number<uint8_t>();
+  form.block = cursor.number<uint16_t>();
   form.scales_alignment = cursor.number<uint8_t>();
   form.zero_points_alignment = cursor.number<uint8_t>();
   if (form.bits == 0 && form.block == 0 && form.scales_alignment == 0 && form.zero_points_alignment == 0) return;
   const auto is_alignment = [](int bytes) { return bytes <= 16 && is_power_of_two(bytes); };
-  const bool sane = (form.bits == 4 || form.bits == 8) && form.block >= 16 && is_power_of_two(form.block) &&
-                    is_alignment(form.scales_alignment) &&
+  const bool is_block = 16 <= form.block && form.block <= 256 && is_power_of_two(form.block);
+  const bool sane = (form.bits == 4 || form.bits == 8) && is_block && is_alignment(form.scales_alignment) &&
                     (form.zero_points_alignment == 0 || is_alignment(form.zero_points_alignment));
   if (!sane || !record.has_product() || record.library != LibraryMath::kNone) {
     fail("a record has an impossible quantized rhs", kRemedy);

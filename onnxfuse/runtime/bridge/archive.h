@@ -54,7 +54,8 @@ enum class LibraryMath : uint32_t { kNone = 0, kF16 = 1, kBf16 = 2, kTf32 = 3 };
 // The form of the rhs that a kernel reads: 0 bits where it is not quantized. Alignments in bytes, of addresses; 0 of zero
 // points that there are none of.
 struct Quantized {
-  uint8_t bits = 0, block = 0, scales_alignment = 0, zero_points_alignment = 0;
+  uint16_t block = 0;
+  uint8_t bits = 0, scales_alignment = 0, zero_points_alignment = 0;
 };
 
 struct Record {
