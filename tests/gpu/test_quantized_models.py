@@ -32,6 +32,7 @@ FORMS = [
     for bits in QUANTIZED_BITS
     for block in QUANTIZED_BLOCKS
     for zero_points in (False, True)
+    if (bits, block) != (4, 256)  # ONNX Runtime's own kernel of 4 bits takes blocks of 128 at most, on CUDA
 ]
 
 

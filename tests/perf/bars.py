@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tests.perf.drawn import ELEMENT_NAMES
+
 Row = Mapping[str, Any]
 Results = Callable[[str], Row]
 Bar = tuple[str, str, str, bool]
@@ -59,12 +61,26 @@ def slower_than_stock(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["ours_us"] > SLOWER * row["stock_us"]]
 
 
+def by_weights(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """How many times as fast as stock they are, by the type of the activations and of the weights."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        drawn = row["drawn"]
+        weights = f" by i{drawn['form']['bits']}" if drawn["form"] else ""
+        name = f"{ELEMENT_NAMES[drawn['element']]}{weights}"
+        found.setdefault(name, []).append(row["stock_us"] / row["ours_us"])
+    return dict(sorted(found.items()))
+
+
 def bars(result: Results) -> Iterator[Bar]:
     """All of them."""
     drawn = {name: result(f"h200-anywhere-{file}")["rows"] for name, file in TYPES.items()}
     every = [row for rows in drawn.values() for row in rows]
     slower = slower_than_stock(every)
     yield "drawn problems slower than stock by 2 %", "none", f"{len(slower)} of {len(every)}", not slower
+    chains = result("h200-drawn-mlps")["rows"]
+    slower = slower_than_stock(chains)
+    yield "drawn MLPs slower than stock by 2 %", "none", f"{len(slower)} of {len(chains)}", not slower
     for name, rows in drawn.items():
         yield from _ratios(name, rows)
         yield _regret(name, rows)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.perf.bars import FLOORS, LATE, bars, over_cublas, quantile, regrets, slower_than_stock
+from tests.perf.bars import FLOORS, LATE, bars, by_weights, over_cublas, quantile, regrets, slower_than_stock
 from tests.perf.result_file import read_result
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +48,13 @@ def document() -> str:
             *_convolutions(result("h200-convolutions")),
             *_memory(result("h200-memory")),
             *_drawn([result(name) for name in DRAWN]),
+            *_if_there("h200-drawn-mlps", _drawn_mlps),
             *_dynamic(result("h200-dynamic-mlp")),
             *_quantized(result("h200-quantized"), result("h200-quantized-fp32")),
             *_optimized(result("h200-optimized")),
             *_if_there("h200-genai", _decoding),
             *_if_there("h200-group-norm", _group_norm),
+            *_if_there("h200-channel-norm", _channel_norm),
             *_if_there("h200-attention", _attention),
             *_if_there("h200-attention-models", _attention_models),
             *_if_there("h200-few-queries", _few_queries),
@@ -203,16 +205,29 @@ def _decoding(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _group_norm(found: Mapping[str, Any]) -> list[str]:
-    rows = [
+def _image_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
         (row["images"], _us(row["stock_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}x") for row in found["rows"]
     ]
+
+
+def _channel_norm(found: Mapping[str, Any]) -> list[str]:
+    return [
+        "## Normalisations of channels\n",
+        "Layer normalisations of the channels of images and of sound, with scale and shift, as SAM, NAFNet and",
+        "Glow-TTS spell them out; images x channels x height x width.\n",
+        _source(found),
+        *_table(("images", "stock", "fused", "faster"), _image_rows(found)),
+    ]
+
+
+def _group_norm(found: Mapping[str, Any]) -> list[str]:
     return [
         "## Normalisations of groups of channels\n",
         "torch's GroupNorm of 32 groups as TorchScript writes it, with scale, shift and SiLU; images x channels x",
         "height x width.\n",
         _source(found),
-        *_table(("images", "stock", "fused", "faster"), rows),
+        *_table(("images", "stock", "fused", "faster"), _image_rows(found)),
     ]
 
 
@@ -326,6 +341,20 @@ def _drawn_row(found: Mapping[str, Any]) -> tuple[str, ...]:
     slower = len(slower_than_stock(rows))
     last = quantile(found_regrets, LATE)
     return command, str(len(rows)), str(slower), *cells, f"{statistics.median(found_regrets):.1%}, {last:.1%}"
+
+
+def _drawn_mlps(found: Mapping[str, Any]) -> list[str]:
+    cells = (
+        (name, str(len(ratios)), f"{statistics.geometric_mean(ratios):.2f}x", f"{min(ratios):.2f}x")
+        for name, ratios in by_weights(found["rows"]).items()
+    )
+    lines = [
+        "MLPs drawn at random, one behind the other, with residuals, half of them behind a LayerNormalization, so that",
+        "kernels start beside each other; of any width, hidden width, number of rows and activation. Weights of 4 or 8",
+        "bits have any block, and zero points or none, and are beside the faster of stock's modes:\n",
+        _source(found),
+    ]
+    return [*lines, *_table(("activations and weights", "MLPs", "faster, mean", "least"), cells)]
 
 
 def _dynamic(found: Mapping[str, Any]) -> list[str]:
