@@ -95,11 +95,18 @@ def regions_of_rows(
 def _rows(graph: Graph, core: Core) -> Product:
     """The normalised rows, as a product makes its sums."""
     x, view = str(core.x.name), view_of_rows(graph.shape(core.x.name) or (), core.axis)
-    columns, rows = view[core.axis], view[: core.axis] + view[len(view) + core.axis + 1 :]
+    columns, rows = view[core.axis], _beside(view, core.axis)
+    made = tuple(view[axis] for axis in core.perm) or view
     return Product(
-        core.nodes[-1], FLOATS_BY_ONNX[graph.dtype(core.normal.name) or 0], x, x, False, rows, view, view,
-        rows, columns, (), Base(x, view), alpha=core.scale, affine=core.affine,
+        core.nodes[-1], FLOATS_BY_ONNX[graph.dtype(core.normal.name) or 0], x, x, False, rows, view, made,
+        _beside(made, LAST if core.perm else core.axis), columns, (), Base(x, view),
+        alpha=core.scale, affine=core.affine,
     )  # fmt: skip
+
+
+def _beside(view: View, axis: int) -> View:
+    """All dimensions but one, from the end on."""
+    return view[:axis] + view[len(view) + axis + 1 :]
 
 
 def view_of_rows(shape: Sequence[int | str | None], axis: int = LAST) -> View:

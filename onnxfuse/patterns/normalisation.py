@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import onnx_graphsurgeon as gs
 
@@ -26,7 +27,7 @@ from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match, ProductlessMatch, without_product
 from onnxfuse.patterns.match_checks import check_reads
-from onnxfuse.patterns.normalisation_forms import LAST, VIEWS, Core, of_nodes, of_op
+from onnxfuse.patterns.normalisation_forms import LAST, VIEWS, Core, before_transpose, of_nodes, of_op
 from onnxfuse.patterns.row_length import of_length
 from onnxfuse.patterns.scaled_normalisation import of_scaled
 
@@ -49,7 +50,8 @@ def normalisations(
         core = of_op(graph, node) or (None if rounds else _spelled_out(graph, node))
         if core is None or graph.is_folded(core.normal.name) or not _is_left_to_a_kernel(graph, points, core):
             continue
-        for match, lowered in _matches(graph, core, points, _always if rounds else is_taken):
+        takes, ways = (_always, [core]) if rounds else (is_taken, _ways(graph, core, points))
+        for match, lowered in chain.from_iterable(_matches(graph, way, points, takes) for way in ways):
             if any(map(points.is_taken, core.nodes)):
                 break
             try:
@@ -57,6 +59,12 @@ def normalisations(
                 yield points.placed(match), lowered
             except NotFusable:  # its parameters are computed of what it makes
                 continue
+
+
+def _ways(graph: Graph, core: Core, points: InsertionPoints) -> list[Core]:
+    """With a Transpose before it, which a kernel does for nothing where another one behind it brings rows back."""
+    turned = before_transpose(graph, core)
+    return [core] if turned is None or points.is_taken(turned.nodes[0]) else [turned, core]
 
 
 def _always(node: gs.Node) -> bool:
@@ -84,7 +92,7 @@ def _matches(
             without_product(match, nodes, [out.name for out in match.live_outs], lowered.anchor),
             folded=tuple(sorted({*match.folded, *only_feeding(graph, shapes)})),
             shapes=shapes | match.shapes,
-            passes=passes_behind(graph, core, match) + (len(core.nodes) if core.axis != LAST else 0),
+            passes=passes_behind(graph, core, match) + (len(core.nodes) - 1 if core.axis != LAST else 0),
         )
         yield own, lowered
 

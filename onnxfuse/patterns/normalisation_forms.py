@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ REDUCTIONS = ("ReduceMean", SUM, "ReduceL2")
 VIEWS = ("Reshape", "Expand")
 MOST_VIEWS = 4  # behind a variance
 LEAST_FACTOR = 2.0**-32  # of a sum or a length; epsilon over it, and over its square, is a number of fp32
+FEWEST_BESIDE = 32  # rows that a warp reads a column of
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
 
@@ -44,6 +46,7 @@ class Core:
         least: that the variance counts for.
         added: what is added to the deviation.
         axis: the dimension of x that is normalised, from the end on.
+        perm: how the first node permutes x, if it does.
     """
 
     anchor: gs.Node
@@ -57,6 +60,25 @@ class Core:
     least: float = 0.0
     added: float = 0.0
     axis: int = LAST
+    perm: tuple[int, ...] = ()
+
+
+def before_transpose(graph: Graph, core: Core) -> Core | None:
+    """The same of what a Transpose makes rows of, as of images.
+
+    None where none does, where others read what it makes, or where few rows lie beside each other before it.
+    """
+    first = maker(core.x, "Transpose")
+    perm = tuple(first.attrs.get("perm", ())) if first is not None else ()
+    if first is None or not perm or core.axis != LAST or perm[-1] == len(perm) - 1:
+        return None
+    nodes, x = (first, *core.nodes), first.inputs[0]
+    beside = (graph.shape(x.name) or ())[perm[-1] + 1 :]
+    known = math.prod(size for size in beside if isinstance(size, int))
+    are_few = known < FEWEST_BESIDE and all(isinstance(size, int) for size in beside)
+    if are_few or not is_closed(graph, nodes, nodes[-1]):
+        return None
+    return replace(core, nodes=nodes, x=x, axis=perm[-1] - len(perm), perm=perm)
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -78,7 +100,7 @@ def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
 
     Of any axis: channels of images lie in front of their pixels.
     """
-    axis = kept_axis(graph, node) or LAST
+    axis = axis_of(graph, node) or LAST
     squares = squared(graph, node, *MEANS, SUM, axis=axis)
     summed = 1 if node.op != SUM else columns_of(graph, node, axis)
     if not squares or summed is None:
@@ -137,10 +159,8 @@ def squared(
     Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone, and views make of
     numbers one a row, behind the reduction or a node `behind` it.
     """
-    is_kept = node.op in ops and (
-        kept_axis(graph, node) == axis or (_is_along_rows(graph, node) and bool(handed_on(graph, node, behind)))
-    )
-    if not is_kept:
+    is_along = node.op in ops and axis_of(graph, node) == axis
+    if not is_along or not (kept_axis(graph, node) == axis or handed_on(graph, node, behind)):
         return ()
     cast = maker(node.inputs[0], "Cast")
     between = (cast,) if cast is not None and _widens(graph, cast) else ()
@@ -248,16 +268,21 @@ def multiplied(graph: Graph, node: gs.Node) -> tuple[gs.Node, float]:
 def handed_on(graph: Graph, reduction: gs.Node, node: gs.Node | None = None) -> list[gs.Node]:
     """The views that keep one element of each row, as torch.export has them behind a variance.
 
+    Of another axis than the last one their sizes have to be known: a body could not tell them of what it reads.
+
     Args:
         graph: the scope.
         reduction: what makes one element of each row.
         node: behind which they are, if that is another node.
     """
-    *rows, _ = (graph.shape(reduction.inputs[0].name) if reduction.inputs else None) or (None, None)
+    rows = list((graph.shape(reduction.inputs[0].name) if reduction.inputs else None) or [None])
+    axis = axis_of(graph, reduction) or LAST
+    rows[axis] = 1
     views: list[gs.Node] = []
     node = node or reduction
     while None not in rows and len(views) < MOST_VIEWS and (view := _view_alone(graph, node)) is not None:
-        if graph.shape(view.outputs[0].name) != (*rows, 1):
+        is_told = axis == LAST or graph.known_integers(view.inputs[1]) is not None
+        if graph.shape(view.outputs[0].name) != tuple(rows) or not is_told:
             break
         views.append(view)
         node = view
@@ -329,7 +354,7 @@ def _mean(graph: Graph, value: gs.Tensor, axis: int = LAST) -> tuple[gs.Node, ..
 def _sums_over_their_number(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ...]:
     over = maker(value, "Div")
     views, total = _before_views(over.inputs[0]) if over is not None else ([], None)
-    if over is None or total is None or total.op != SUM or not _is_along_rows(graph, total):
+    if over is None or total is None or total.op != SUM or axis_of(graph, total) != LAST:
         return ()
     *rows, _ = graph.shape(total.inputs[0].name) or (None,)
     is_kept = views == handed_on(graph, total) and graph.shape(over.outputs[0].name) == (*rows, 1)
@@ -418,15 +443,15 @@ def is_of_rows(graph: Graph, mean: gs.Node) -> bool:
 
 def kept_axis(graph: Graph, reduction: gs.Node) -> int | None:
     """The axis along which a reduction is, from the end on; None where it is of several, or does not stay."""
+    return axis_of(graph, reduction) if reduction.attrs.get("keepdims", 1) == 1 else None
+
+
+def axis_of(graph: Graph, reduction: gs.Node) -> int | None:
+    """The same whether it stays or not."""
     rank = len(graph.shape(reduction.inputs[0].name) or ()) if reduction.inputs else 0
     if reduction.op == "GlobalAveragePool":
         return LAST if rank == 3 else None
     axes = reduced_axes(graph, reduction) if rank and reduction.op in REDUCTIONS else None
-    if axes is None or len(axes) != 1 or reduction.attrs.get("keepdims", 1) != 1:
+    if axes is None or len(axes) != 1:
         return None
     return axes[0] - rank if axes[0] >= 0 else axes[0]
-
-
-def _is_along_rows(graph: Graph, reduction: gs.Node) -> bool:
-    rank = len(graph.shape(reduction.inputs[0].name) or ())
-    return rank > 0 and reduced_axes(graph, reduction) in ([-1], [rank - 1])

@@ -24,7 +24,7 @@ from tests.gpu.test_rotation import check
 from tests.helpers.matching import run_values
 from tests.helpers.onnx_build import Builder
 from tests.helpers.reference_fusion import evaluate
-from tests.patterns.test_across import CHANNELS
+from tests.patterns.test_across import CHANNELS, TURNED
 from tests.patterns.test_across import FORMS as ACROSS
 from tests.patterns.test_across import model_of as across_model
 from tests.patterns.test_behind_normalisation import ACTIVATIONS, model_of
@@ -95,7 +95,7 @@ def test_a_scale_and_a_shift_of_each_image(tmp_path: Path, columns: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-@pytest.mark.parametrize("form", ACROSS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [*ACROSS, *TURNED], ids=lambda form: form.__name__)
 def test_channels_in_front_of_pixels(tmp_path: Path, form: Callable[..., str], dtype: int) -> None:
     """The reference is float64, of numbers as the model's type has them."""
     model = across_model(form, dtype)

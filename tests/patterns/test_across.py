@@ -13,7 +13,8 @@ from onnxfuse.limits import MOST_ACROSS
 from onnxfuse.schedule.norm_tile import NormTile
 from tests.helpers.matching import check_meaning, draw
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
-from tests.patterns.test_normalisation import analysed
+from tests.patterns.test_normalisation import analysed, by_a_fast_variance, spelled_out, to_a_power
+from tests.patterns.test_normalisation import layer_norm as layer_norm_op
 from tests.tools import sweep
 
 CHANNELS = 48
@@ -112,6 +113,95 @@ def test_threads_of_a_warp_read_neighbours(form: Form) -> None:
         widest, narrow = plan.variants[0].spec, plan.variants[-1].spec
         assert {way.width for way in narrow.loads} == {1}
         assert all(way.width == 8 for way in widest.loads if way.kind == "row")
+
+
+def with_a_view_of_the_variance(b: Builder, x: str, rank: int) -> str:
+    """As torch.export has `torch.var`, where the sizes are known."""
+    centred = b("Sub", x, mean(b, x))
+    averages = b("ReduceMean", b("Mul", centred, centred), axes=[1], keepdims=0)
+    height, width = (dim.dim_value for dim in b.inputs[0].type.tensor_type.shape.dim[2:])
+    shape = b.integers(-1, 1, height, width) if height else b("Shape", mean(b, x))
+    normal = b("Div", centred, b("Sqrt", b("Add", b("Reshape", averages, shape), b.array(1e-5))))
+    return b("Mul", normal, of_channels(b, 0, rank))
+
+
+@pytest.mark.parametrize(("shape", "count"), [((2, CHANNELS, 8, 8), 1), (("batch", CHANNELS, 6, 9), 1), (IMAGE, 0)])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_a_view_of_the_variance_whose_sizes_are_known(shape: tuple[int | str, ...], count: int, dtype: int) -> None:
+    model = model_of(with_a_view_of_the_variance, dtype, shape)
+    analysis = analysed(model)
+    assert len(analysis.sites) == count
+    assert not sweep.difference(model, sweep.rewritten(analysis), [feed_of(model)])
+
+
+def between_transposes(norm: Callable[[Builder, str], str]) -> Form:
+    """As timm has it, diffusers' autoencoders, VITS and Wav2Vec2."""
+
+    def form(b: Builder, x: str, rank: int) -> str:
+        there, back = [0, *range(2, rank), 1], [0, rank - 1, *range(1, rank - 1)]
+        return b("Transpose", norm(b, b("Transpose", x, perm=there)), perm=back)
+
+    form.__name__ = norm.__name__
+    return form
+
+
+TURNED = tuple(map(between_transposes, (layer_norm_op, spelled_out, to_a_power, by_a_fast_variance)))
+
+
+@pytest.mark.parametrize("form", TURNED, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("shape", [IMAGE, (2, CHANNELS, 8, 8), ("batch", CHANNELS, "frames")], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_transposes_around_rows_are_read_and_stored_as_they_lie(
+    form: Form, shape: tuple[int | str, ...], dtype: int
+) -> None:
+    model = model_of(form, dtype, shape)
+    analysis = analysed(model)
+    (site,) = analysis.sites
+    assert isinstance(site.fusion, Normalisation)
+    fused = sweep.rewritten(analysis)
+    assert [node.op_type for node in fused.graph.node] == ["FusedPointwise_0"]
+    assert not sweep.difference(model, fused, [feed_of(model)])
+    if dtype == FLOAT:
+        check_meaning(model, site.fusion, feed_of(model))
+    assert site.whole is not None
+    assert all(variant.tile.across for plan in site.whole.plans for variant in plan.variants)
+
+
+def with_views(b: Builder, x: str, rank: int) -> str:
+    """As Restormer has it: pixels in one dimension, and behind it as they were."""
+    tokens = b("Reshape", x, b.integers(0, CHANNELS, -1))
+    rows = layer_norm_op(b, b("Transpose", tokens, perm=[0, 2, 1]))
+    return b("Reshape", b("Transpose", rows, perm=[0, 2, 1]), b("Shape", x))
+
+
+def test_pixels_in_one_dimension() -> None:
+    model = model_of(with_views, FLOAT16)
+    fused = sweep.rewritten(analysed(model))
+    assert "Transpose" not in [node.op_type for node in fused.graph.node]
+    assert not sweep.difference(model, fused, [feed_of(model)])
+
+
+def there_alone(b: Builder, x: str, rank: int) -> str:
+    """As in front of ConvNeXt's products."""
+    return layer_norm_op(b, b("Transpose", x, perm=[0, 2, 3, 1]))
+
+
+def read_by_others(b: Builder, x: str, rank: int) -> str:
+    rows = b("Transpose", x, perm=[0, 2, 3, 1])
+    return b("Transpose", b("Add", layer_norm_op(b, rows), rows), perm=[0, 3, 1, 2])
+
+
+@pytest.mark.parametrize("form", [there_alone, read_by_others], ids=lambda form: form.__name__)
+def test_a_transpose_whose_rows_are_wanted_stays(form: Form) -> None:
+    model = model_of(form)
+    fused = sweep.rewritten(analysed(model))
+    assert [node.op_type for node in fused.graph.node][:2] == ["Transpose", "FusedPointwise_0"]
+    assert not sweep.difference(model, fused, [feed_of(model)])
+
+
+def test_few_rows_beside_each_other_stay_rows() -> None:
+    model = model_of(TURNED[0], FLOAT, ("batch", CHANNELS, 4, 4))
+    assert [node.op_type for node in sweep.rewritten(analysed(model)).graph.node].count("Transpose") > 0
 
 
 def moved_behind(b: Builder, x: str, rank: int) -> str:
