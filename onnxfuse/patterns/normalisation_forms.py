@@ -23,6 +23,7 @@ DOUBLE = onnx.TensorProto.DOUBLE  # in which TorchScript sums 16 bits
 SUM = "ReduceSum"  # of squares, as linear attentions make rows one long
 REDUCTIONS = ("ReduceMean", SUM, "ReduceL2")
 VIEWS = ("Reshape", "Expand")
+HANDING_ON = (*VIEWS, "Unsqueeze")
 MOST_VIEWS = 4  # behind a variance
 LEAST_FACTOR = 2.0**-32  # of a sum or a length; epsilon over it, and over its square, is a number of fp32
 FEWEST_BESIDE = 32  # rows that a warp reads a column of
@@ -281,7 +282,7 @@ def handed_on(graph: Graph, reduction: gs.Node, node: gs.Node | None = None) -> 
     views: list[gs.Node] = []
     node = node or reduction
     while None not in rows and len(views) < MOST_VIEWS and (view := _view_alone(graph, node)) is not None:
-        is_told = axis == LAST or graph.known_integers(view.inputs[1]) is not None
+        is_told = axis == LAST or view.op == "Unsqueeze" or graph.known_integers(view.inputs[1]) is not None
         if graph.shape(view.outputs[0].name) != tuple(rows) or not is_told:
             break
         views.append(view)
@@ -293,7 +294,7 @@ def _view_alone(graph: Graph, node: gs.Node) -> gs.Node | None:
     """The view that alone reads the elements of what a node makes."""
     value = node.outputs[0]
     readers = element_readers(value)
-    return readers[0] if len(readers) == 1 and readers[0].op in VIEWS and readers[0].inputs[0] is value else None
+    return readers[0] if len(readers) == 1 and readers[0].op in HANDING_ON and readers[0].inputs[0] is value else None
 
 
 def _one_over(graph: Graph, root: gs.Node) -> list[gs.Node]:

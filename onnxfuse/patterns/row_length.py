@@ -14,7 +14,9 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.deviation import MOST_ADDED
 from onnxfuse.patterns.normalisation_forms import (
     Core,
+    axis_of,
     columns_of,
+    handed_on,
     kept_axis,
     multiplied,
     number,
@@ -29,17 +31,19 @@ LARGEST_BOUND = 2.0**31  # whose square, over that of the least factor, fp32 has
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
     """Rows that are divided by their own length, along any axis."""
-    axis = kept_axis(graph, node) if node.op == LENGTH else None
+    axis = axis_of(graph, node) if node.op == LENGTH else None
     columns = columns_of(graph, node, axis) if axis is not None else None
-    if axis is None or columns is None:
+    views = handed_on(graph, node) if axis is not None else []
+    if axis is None or columns is None or not (views or kept_axis(graph, node) == axis):
         return None
-    scaled, factor = multiplied(graph, node)
+    whole = views[-1] if views else node
+    scaled, factor = multiplied(graph, whole)
     limits = _limited(graph, scaled)
     if limits is None:
         return None
     between, bound, added = limits
-    scaling = [scaled] if scaled is not node else []
-    nodes = [node, *scaling, *between]
+    scaling = [scaled] if scaled is not whole else []
+    nodes = [node, *views, *scaling, *between]
     expand = reader(nodes[-1], "Expand")
     nodes += [expand] if expand is not None else []
     last = reader(nodes[-1], "Div")

@@ -57,12 +57,31 @@ def of_length_one(b: Builder, x: str, rank: int) -> str:
     return b("Div", x, b("Clip", b("ReduceL2", x, axes=[1], keepdims=1), b.array(1e-3)))
 
 
+def over_a_length_of_its_own_dimension(b: Builder, x: str, rank: int) -> str:
+    """As SuperPoint has it."""
+    length = b("ReduceL2", x, axes=[1], keepdims=0)
+    return b("Div", x, b("Unsqueeze", length, b.integers(1)))
+
+
+def with_a_variance_of_its_own_dimension(b: Builder, x: str, rank: int) -> str:
+    average = b("Unsqueeze", b("ReduceMean", b("Mul", x, x), axes=[-rank + 1], keepdims=0), b.integers(1))
+    return b("Mul", b("Div", x, b("Sqrt", b("Add", average, b.array(1e-5)))), of_channels(b, 0, rank))
+
+
 def with_a_residual(b: Builder, x: str, rank: int) -> str:
     shape = [dim.dim_param or dim.dim_value for dim in b.inputs[0].type.tensor_type.shape.dim]
     return b("Add", layer_norm(b, x, rank), b.input("residual", shape))
 
 
-FORMS: tuple[Form, ...] = (layer_norm, by_the_reciprocal, rms_norm, of_length_one, with_a_residual)
+FORMS: tuple[Form, ...] = (
+    over_a_length_of_its_own_dimension,
+    with_a_variance_of_its_own_dimension,
+    layer_norm,
+    by_the_reciprocal,
+    rms_norm,
+    of_length_one,
+    with_a_residual,
+)
 
 
 def between_transposes(norm: Callable[[Builder, str], str]) -> Form:
