@@ -14,8 +14,10 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX
 from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.normalisation_forms import (
+    LAST,
     MEANS,
     Core,
+    axis_of,
     handed_on,
     maker,
     number,
@@ -48,7 +50,8 @@ class _Deviation:
 def of_deviation(graph: Graph, node: gs.Node) -> Core | None:
     """What is written so, from the node that takes the mean of squares on."""
     variance, factor = _corrected(graph, node)
-    squares = squared(graph, node, *MEANS, behind=variance[-1])
+    axis = axis_of(graph, node) or LAST
+    squares = squared(graph, node, *MEANS, behind=variance[-1], axis=axis)
     found = _deviation_of(graph, variance, factor) if squares else None
     last = reader(found.nodes[-1], "Div") if found is not None else None
     if found is None or last is None or last.inputs[1] is not found.nodes[-1].outputs[0]:
@@ -56,9 +59,9 @@ def of_deviation(graph: Graph, node: gs.Node) -> Core | None:
     epsilon, added = found.epsilon / found.factor, found.added * found.factor**-0.5
     for scaling, rows, affine in _scaled(last.inputs[0]):
         nodes = (*squares, *found.nodes, *scaling, last)
-        core = of_rows(graph, node, nodes, rows, epsilon, found.factor)
+        core = of_rows(graph, node, nodes, rows, epsilon, found.factor, axis)
         if core is not None:
-            return replace(core, affine=affine, added=added)
+            return replace(core, affine=affine, added=added, axis=axis)
     return None
 
 

@@ -5,18 +5,21 @@ It needs no row twice, but loses what the two have in common; the kernel takes t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_graphsurgeon as gs
 
 from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.normalisation_forms import (
+    LAST,
     MEANS,
     SOURCES,
     Core,
     End,
     ends,
     is_closed,
-    is_of_rows,
     is_square,
+    kept_axis,
     maker,
     number,
     reader,
@@ -26,19 +29,20 @@ from onnxfuse.patterns.normalisation_forms import (
 
 def of_fast_variance(graph: Graph, node: gs.Node) -> Core | None:
     """What is written so, from the node that takes the mean of squares on."""
-    squares, difference = squared(graph, node, *MEANS), reader(node, "Sub")
+    axis = kept_axis(graph, node) or LAST
+    squares, difference = squared(graph, node, *MEANS, axis=axis), reader(node, "Sub")
     if not squares or difference is None or difference.inputs[0] is not node.outputs[0]:
         return None
     square = maker(difference.inputs[1], "Mul", "Pow")
     mean = maker(square.inputs[0], *MEANS) if square is not None and is_square(graph, square) else None
-    if square is None or mean is None or not is_of_rows(graph, mean):
+    if square is None or mean is None or kept_axis(graph, mean) != axis:
         return None
     limit = _at_least_zero(graph, difference)
     variance = (*squares, node, mean, square, difference, *([] if limit is None else [limit]))
     for end in ends(graph, variance[-1]):
         core = _of_rows(graph, node, variance, mean, end) if end.factor == 1 else None
         if core is not None:
-            return core
+            return replace(core, axis=axis)
     return None
 
 

@@ -437,11 +437,6 @@ def is_square(graph: Graph, node: gs.Node) -> bool:
     return first is second if node.op == "Mul" else number(graph, second) == 2.0
 
 
-def is_of_rows(graph: Graph, mean: gs.Node) -> bool:
-    """Whether a reduction is along the last axis, which stays as one element."""
-    return kept_axis(graph, mean) == LAST
-
-
 def kept_axis(graph: Graph, reduction: gs.Node) -> int | None:
     """The axis along which a reduction is, from the end on; None where it is of several, or does not stay."""
     return axis_of(graph, reduction) if reduction.attrs.get("keepdims", 1) == 1 else None

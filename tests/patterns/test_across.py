@@ -68,12 +68,29 @@ def with_a_variance_of_its_own_dimension(b: Builder, x: str, rank: int) -> str:
     return b("Mul", b("Div", x, b("Sqrt", b("Add", average, b.array(1e-5)))), of_channels(b, 0, rank))
 
 
+def over_the_deviation(b: Builder, x: str, rank: int) -> str:
+    """As `(x - x.mean(1)) / (x.std(1) + eps)`, of one channel less."""
+    centred = b("Sub", x, mean(b, x))
+    squares = mean(b, b("Mul", centred, centred))
+    variance = b("Div", b("Mul", squares, b.array(float(CHANNELS))), b.array(CHANNELS - 1.0))
+    return b("Div", centred, b("Add", b("Sqrt", variance), b.array(1e-3)))
+
+
+def by_a_fast_variance_of_channels(b: Builder, x: str, rank: int) -> str:
+    average = mean(b, x)
+    variance = b("Sub", mean(b, b("Mul", x, x)), b("Mul", average, average))
+    root = b("Sqrt", b("Add", b("Max", variance, b.array(0.0)), b.array(1e-4)))
+    return b("Mul", b("Div", b("Sub", x, average), root), of_channels(b, 0, rank))
+
+
 def with_a_residual(b: Builder, x: str, rank: int) -> str:
     shape = [dim.dim_param or dim.dim_value for dim in b.inputs[0].type.tensor_type.shape.dim]
     return b("Add", layer_norm(b, x, rank), b.input("residual", shape))
 
 
 FORMS: tuple[Form, ...] = (
+    by_a_fast_variance_of_channels,
+    over_the_deviation,
     over_a_length_of_its_own_dimension,
     with_a_variance_of_its_own_dimension,
     layer_norm,
