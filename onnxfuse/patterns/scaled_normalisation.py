@@ -44,7 +44,7 @@ class _End:
 def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
     """What is written so, from the node that takes the mean of squares on."""
     squares, root = squared(graph, node, *MEANS), root_of(graph, node)
-    if not squares or root is None or root.factor != 1 or root.nodes[-1].op == "Sqrt":
+    if not squares or root is None or root.factor != 1 or root.least or root.nodes[-1].op == "Sqrt":
         return None
     nodes = root.nodes
     scale = reader(nodes[-1], "Mul")
