@@ -52,6 +52,16 @@ def rms_norm(b: Builder, x: str, rank: int) -> str:
     return b("Mul", b("Div", x, deviation), of_channels(b, 0, rank))
 
 
+def scaled_first(b: Builder, x: str, rank: int) -> str:
+    """As Keras has a LayerNormalization of axis 1."""
+    average = mean(b, x)
+    centred = b("Sub", x, average)
+    deviation = b("Sqrt", b("Add", mean(b, b("Mul", centred, centred)), b.array(1e-3)))
+    scale = b("Mul", b("Reciprocal", deviation), of_channels(b, 0, rank))
+    shift = b("Add", b("Mul", b("Neg", average), scale), of_channels(b, 1, rank))
+    return b("Add", b("Mul", x, scale), shift)
+
+
 def of_length_one(b: Builder, x: str, rank: int) -> str:
     """As descriptors of pixels are made."""
     return b("Div", x, b("Clip", b("ReduceL2", x, axes=[1], keepdims=1), b.array(1e-3)))
@@ -62,7 +72,7 @@ def with_a_residual(b: Builder, x: str, rank: int) -> str:
     return b("Add", layer_norm(b, x, rank), b.input("residual", shape))
 
 
-FORMS: tuple[Form, ...] = (layer_norm, by_the_reciprocal, rms_norm, of_length_one, with_a_residual)
+FORMS: tuple[Form, ...] = (layer_norm, by_the_reciprocal, rms_norm, scaled_first, of_length_one, with_a_residual)
 
 
 def between_transposes(norm: Callable[[Builder, str], str]) -> Form:
