@@ -18,6 +18,7 @@ from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.padded_rows import PaddedRows
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
+from onnxfuse.graph.shared_batch import shared_batches
 from onnxfuse.graph.single_batch import batches_of_one
 from onnxfuse.graph.transposed_data import put_in_order
 from onnxfuse.graph.weight_readers import biases, block_weights, product_weights
@@ -96,8 +97,8 @@ def analyse_model(
         raise SettingError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDING_MODES)}")
     model = source if isinstance(source, Model) else load_model(source)
     graphs = all_graphs(model)
-    ones = batches_of_one(graphs[0])
-    graphs = all_graphs(model, ones=ones) if ones else graphs
+    sizes: dict[str, int | str] = {**shared_batches(graphs[0]), **dict.fromkeys(batches_of_one(graphs[0]), 1)}
+    graphs = all_graphs(model, sizes=sizes) if sizes else graphs
     planner = Planner(tuple(devices), fp32 == "exact", rounding == "onnx", frozenset(), attention)
     find = functools.partial(_find_sites, model, planner, keep_weights)
     sites, skipped = _selected(*find(graphs), selection)
@@ -105,7 +106,7 @@ def analyse_model(
         (site.graph, (*site.match.shared, *site.match.nodes, *site.match.told)) for site in sites
     )
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
-        graphs = all_graphs(model, reached, graphs[0].scope.branches, ones)
+        graphs = all_graphs(model, reached, graphs[0].scope.branches, sizes)
         sites, _ = _selected(*find(graphs), selection)
     return _settled(Analysis(model, tuple(devices), graphs, sites, skipped))
 

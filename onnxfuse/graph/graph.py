@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -186,7 +187,7 @@ def all_graphs(
     model: Model,
     functions: Collection[FunctionKey] | None = None,
     branches: Sequence[Choice] = (),
-    ones: frozenset[str] = frozenset(),
+    sizes: Mapping[str, int | str] = MappingProxyType({}),
 ) -> tuple[Graph, ...]:
     """The facts of every scope of a model, the main graph's first, with all branches taken that every run takes.
 
@@ -195,11 +196,11 @@ def all_graphs(
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    scopes = all_scopes(model, functions, branches, ones)
+    scopes = all_scopes(model, functions, branches, sizes)
     main = Graph(model, scopes[0])
     choices = main.known_choices()
     if choices:
-        return all_graphs(model, functions, (*branches, *choices), ones)
+        return all_graphs(model, functions, (*branches, *choices), sizes)
     graphs = [main]
     places: dict[ScopePath, Graph] = {(): main}
     for scope in scopes[1:]:

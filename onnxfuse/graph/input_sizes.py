@@ -17,6 +17,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.load import Model
 from onnxfuse.graph.named_sizes import canonical
+from onnxfuse.graph.shared_batch import shared_batches
 from onnxfuse.graph.single_batch import batches_of_one
 from onnxfuse.graph.symbolic import Size
 from onnxfuse.known_inputs import NOTHING, InputSizes
@@ -58,6 +59,7 @@ def input_sizes(model: Model) -> InputSizes:
     inputs = {value.name for value in model.proto.graph.input}
     fixed = dict.fromkeys(batches_of_one(graph), 1)
     sums = {symbol: terms for symbol in symbols if (terms := _terms(symbol))}
+    sums |= {symbol: (first,) for symbol, first in shared_batches(graph).items()}
     values: dict[str, tuple[tuple[str, ...], int]] = {}
     one_of: set[tuple[str, str]] = set()
     widest = max(map(_window, graph.nodes), default=0)

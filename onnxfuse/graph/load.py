@@ -20,7 +20,9 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.functions import functions_of, reads, walk
+from onnxfuse.graph.masks_of_ones import leave_out_ones
 from onnxfuse.graph.nested_slices import nest_slices
+from onnxfuse.graph.own_views import give_views
 from onnxfuse.graph.sizes_of_inputs import read_sizes_of_inputs
 from onnxfuse.graph.unread import drop_unread_outputs
 
@@ -121,6 +123,8 @@ def _check(model: Model) -> None:
     _check_functions(model)
     drop_unread_outputs(proto)
     nest_slices(proto.graph)
+    leave_out_ones(proto.graph)
+    give_views(proto.graph)
     read_sizes_of_inputs(proto.graph)
 
 

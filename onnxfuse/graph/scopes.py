@@ -11,6 +11,7 @@ from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
@@ -123,14 +124,14 @@ def main_scope(model: Model) -> Scope:
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    return _main_scope(model, None, (), frozenset())
+    return _main_scope(model, None, (), {})
 
 
 def all_scopes(
     model: Model,
     functions: Collection[FunctionKey] | None = None,
     branches: Sequence[Choice] = (),
-    ones: frozenset[str] = frozenset(),
+    sizes: Mapping[str, int | str] = MappingProxyType({}),
 ) -> tuple[Scope, ...]:
     """Every scope in which a fused node may stand, outer ones before those inside them.
 
@@ -140,12 +141,12 @@ def all_scopes(
         model: the model.
         functions: which functions to inline; by default all that can be.
         branches: which of them to put in the place of their nodes.
-        ones: names of the inputs' dimensions to take for one.
+        sizes: what to take names of the inputs' dimensions for: a number, or another's name.
 
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    main = _main_scope(model, functions, branches, ones)
+    main = _main_scope(model, functions, branches, sizes)
     closed = (
         replace(main, label=function.name, nodes=tuple(function.node), fault=fault)
         for function in functions_of(model.proto).values()
@@ -168,10 +169,13 @@ def count_nodes(proto: ModelProto) -> int:
 
 
 def _main_scope(
-    model: Model, inlined: Collection[FunctionKey] | None, branches: Sequence[Choice], ones: frozenset[str]
+    model: Model,
+    inlined: Collection[FunctionKey] | None,
+    branches: Sequence[Choice],
+    sizes: Mapping[str, int | str],
 ) -> Scope:
     skeleton = skeleton_of(model.proto)
-    _fix_sizes(skeleton.graph, ones)
+    _fix_sizes(skeleton.graph, sizes)
     take_branches(skeleton, branches)
     chosen = {
         key: function
@@ -191,12 +195,15 @@ def _main_scope(
     return _scope(empty, inferred.graph)
 
 
-def _fix_sizes(graph: GraphProto, ones: frozenset[str]) -> None:
-    """Give the named dimensions of a graph's inputs, outputs and values their size, in place."""
+def _fix_sizes(graph: GraphProto, sizes: Mapping[str, int | str]) -> None:
+    """Give the named dimensions of a graph's inputs, outputs and values their size or another name, in place."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in ones:
-                dim.dim_value = 1
+            size = sizes.get(dim.dim_param)
+            if isinstance(size, int):
+                dim.dim_value = size
+            elif size is not None:
+                dim.dim_param = size
 
 
 def _infer(skeleton: ModelProto, label: str) -> ModelProto:

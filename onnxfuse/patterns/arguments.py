@@ -22,6 +22,8 @@ from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent
 
 MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
 MAX_MASK_NODES = 8  # of them, one after the other
+PUTS_SIZES = frozenset({"Cast", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"})
+MAX_SIZE_TENSORS = 32  # between a shape and what it is put together of
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,27 @@ class Arguments:
         if qualified_op(node) != "Expand":
             return any(maker.inputs[0].name in self.expanded for maker in self._mask_makers(node.outputs[0]))
         tensor, shape = node.inputs
-        of_whole = [maker for maker in shape.inputs if qualified_op(maker) == "Shape" and not maker.attrs]
-        value = self._values.get(of_whole[0].inputs[0].name) if of_whole else None
+        value = self._shaped(shape)
         if value is None or tensor.name in self._values:
             return False
         self.expanded[str(node.outputs[0].name)] = tensor, value
         return True
+
+    def _shaped(self, shape: gs.Tensor) -> Columns | None:
+        """The value that has a shape: what a Shape is of, or what its sizes are put together of again, as Flax does."""
+        known = self._graph.known_value(shape)
+        sizes = None if known is None else (*known.ravel().tolist(),)
+        queue = [shape]
+        for read, maker in ((each, maker) for each in queue for maker in each.inputs):
+            if qualified_op(maker) in PUTS_SIZES and len(queue) < MAX_SIZE_TENSORS:
+                queue += maker.inputs
+            if qualified_op(maker) == "Shape" and not maker.attrs:
+                whole = maker.inputs[0].name
+                is_all = sizes is not None and None not in sizes and sizes == self._graph.shape(whole)
+                value = self._values.get(whole) if read is shape or is_all else None
+                if value is not None:
+                    return value
+        return None
 
     def argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""

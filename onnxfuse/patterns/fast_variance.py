@@ -40,7 +40,7 @@ def of_fast_variance(graph: Graph, node: gs.Node) -> Core | None:
     limit = _at_least_zero(graph, difference)
     variance = (*squares, node, mean, square, difference, *([] if limit is None else [limit]))
     for end in ends(graph, variance[-1]):
-        core = _of_rows(graph, node, variance, mean, end) if end.factor == 1 else None
+        core = _of_rows(graph, node, variance, mean, end) if end.factor == 1 and not end.least else None
         if core is not None:
             return replace(core, axis=axis)
     return None

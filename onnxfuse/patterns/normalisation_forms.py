@@ -26,6 +26,9 @@ VIEWS = ("Reshape", "Expand")
 HANDING_ON = (*VIEWS, "Unsqueeze")
 MOST_VIEWS = 4  # behind a variance
 LEAST_FACTOR = 2.0**-32  # of a sum or a length; epsilon over it, and over its square, is a number of fp32
+BOUNDS = ("Clip", "Max")  # from below
+LARGEST_BOUND = 2.0**31  # whose square, over that of the least factor, fp32 has
+MOST_RECIPROCAL = 2.0**48  # of a root: the square of one over it, over as many columns as a row has, fp32 has
 FEWEST_BESIDE = 32  # rows that a warp reads a column of
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
@@ -110,7 +113,7 @@ def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
         nodes, count = (*squares, node, *end.between, end.last), summed * end.factor
         core = of_rows(graph, node, nodes, end.divided, end.epsilon / count, count, axis)
         if core is not None:
-            return replace(core, affine=end.affine, axis=axis)
+            return replace(core, affine=end.affine, axis=axis, least=end.least / count)
     return None
 
 
@@ -180,6 +183,7 @@ class End:
         epsilon: what is added to the mean.
         factor: what that is multiplied by before.
         affine: what the reciprocal is multiplied by before the rows are.
+        least: that the mean counts for when it is multiplied.
     """
 
     between: tuple[gs.Node, ...]
@@ -188,6 +192,7 @@ class End:
     epsilon: float
     factor: float
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
+    least: float = 0.0
 
 
 def ends(graph: Graph, mean: gs.Node) -> Iterator[End]:
@@ -202,16 +207,16 @@ def ends(graph: Graph, mean: gs.Node) -> Iterator[End]:
     if nodes[-1].op == "Sqrt":
         last = reader(nodes[-1], "Div")
         if last is not None and last.inputs[1] is root:
-            yield End(nodes, last, last.inputs[0], found.epsilon, found.factor)
+            yield End(nodes, last, last.inputs[0], found.epsilon, found.factor, least=found.least)
         return
     product = reader(nodes[-1], "Mul")
     if product is None:
         return
-    yield End(nodes, product, other(product, root), found.epsilon, found.factor)
+    yield End(nodes, product, other(product, root), found.epsilon, found.factor, least=found.least)
     last = reader(product, "Mul")
     if last is not None:
         scale, rows = other(product, root), other(last, product.outputs[0])
-        yield End((*nodes, product), last, rows, found.epsilon, found.factor, (("mul", scale),))
+        yield End((*nodes, product), last, rows, found.epsilon, found.factor, (("mul", scale),), found.least)
 
 
 @dataclass(frozen=True)
@@ -222,11 +227,13 @@ class Root:
         nodes: that make it.
         epsilon: what is added to the mean.
         factor: what that is multiplied by before: a sum, where it is one over their number.
+        least: that this counts for, where nothing is added.
     """
 
     nodes: tuple[gs.Node, ...]
     epsilon: float
     factor: float
+    least: float = 0.0
 
 
 def root_of(graph: Graph, mean: gs.Node) -> Root | None:
@@ -240,16 +247,43 @@ def root_of(graph: Graph, mean: gs.Node) -> Root | None:
     if cast is not None and graph.dtype(cast.outputs[0].name) not in (*FLOATS_BY_ONNX, DOUBLE):
         return None
     scaled, factor = multiplied(graph, mean if cast is None else cast)
-    add = reader(scaled, "Add")
+    add, bounded = reader(scaled, "Add"), reader(scaled, *BOUNDS)
     epsilon = 0.0 if add is None else number(graph, other(add, scaled.outputs[0]))
-    root = reader(scaled if add is None else add, "Sqrt", "Pow")
-    if root is None or epsilon is None:
+    least = 0.0 if bounded is None else least_of(graph, bounded, scaled)
+    root = reader(add or bounded or scaled, "Sqrt", "Pow")
+    if root is None or epsilon is None or least is None:
         return None
-    own = {graph.index(node): node for node in (cast, scaled, add, root) if node is not None and node is not mean}
+    own = {graph.index(node): node for node in (cast, scaled, add, bounded, root) if node and node is not mean}
     nodes = [*views, *own.values()]
     if root.op == "Pow":
-        return Root(tuple(nodes), epsilon, factor) if number(graph, root.inputs[1]) == -0.5 else None
-    return Root((*nodes, *_one_over(graph, root)), epsilon, factor)
+        return Root(tuple(nodes), epsilon, factor, least) if number(graph, root.inputs[1]) == -0.5 else None
+    return _with_reciprocal(graph, Root(tuple(nodes), epsilon, factor, least))
+
+
+def _with_reciprocal(graph: Graph, root: Root) -> Root:
+    """With one over it, if that alone reads it, and the most that this becomes, as Keras' UnitNormalization has it."""
+    over = _one_over(graph, root.nodes[-1])
+    most = reader(over[0], "Min") if over else None
+    if most is None:
+        return replace(root, nodes=(*root.nodes, *over))
+    bound = number(graph, other(most, over[0].outputs[0])) if len(most.inputs) == 2 else None
+    if bound is None or root.epsilon or not 1 / LARGEST_BOUND <= bound <= MOST_RECIPROCAL:
+        return root  # whose reciprocal is read by what is none of it
+    return replace(root, nodes=(*root.nodes, *over, most), least=max(root.least, bound**-2))
+
+
+def least_of(graph: Graph, bounded: gs.Node, node: gs.Node) -> float | None:
+    """The least that what a node makes becomes by another, if that is known and there is no greatest.
+
+    Torch's `dynamo` exporter has a Max for a Clip in 16 bits.
+    """
+    if bounded.op == "Max":
+        least = number(graph, other(bounded, node.outputs[0])) if len(bounded.inputs) == 2 else None
+    elif "max" in bounded.attrs or any(tensor.name for tensor in bounded.inputs[2:]):
+        least = None
+    else:
+        least = number(graph, bounded.inputs[1]) if len(bounded.inputs) > 1 else bounded.attrs.get("min")
+    return None if least is None or least > LARGEST_BOUND else max(least, 0.0)
 
 
 def multiplied(graph: Graph, node: gs.Node) -> tuple[gs.Node, float]:

@@ -206,7 +206,7 @@ class GrownRegion:
             self._absorb_sequence_at(node)
         elif op in ("Greater", "Where") and self._is_softplus(node):
             self._absorb_softplus(node)
-        elif op in LARGER and columns and self._may_choose and is_chosen_by(self.graph, node):
+        elif self._says_which(node, bool(columns)):
             self._take(node, None)
         elif (comparison := comparison_before(node)) is not None and comparison.outputs[0].name in self.values:
             self._absorb_choice(node, comparison)
@@ -236,6 +236,13 @@ class GrownRegion:
         where = threshold_of(self.graph, node) or node
         softplus = None if self.epilogue.rounds else softplus_of(self.graph, where)
         return softplus is not None and self.values.get(softplus.name) is not None
+
+    def _says_which(self, node: gs.Node, is_of_values: bool) -> bool:
+        """Whether a node says nothing but which of two values is taken: by a comparison, or where one is no number."""
+        if qualified_op(node) in ("Equal", "Not"):
+            return not self.epilogue.rounds and threshold_of(self.graph, node) is not None
+        is_compared = qualified_op(node) in LARGER and is_of_values and self._may_choose
+        return is_compared and is_chosen_by(self.graph, node)
 
     def _absorb_softplus(self, node: gs.Node) -> None:
         softplus = softplus_of(self.graph, node)

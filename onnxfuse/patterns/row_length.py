@@ -13,11 +13,13 @@ import onnx_graphsurgeon as gs
 from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.deviation import MOST_ADDED
 from onnxfuse.patterns.normalisation_forms import (
+    BOUNDS,
     Core,
     axis_of,
     columns_of,
     handed_on,
     kept_axis,
+    least_of,
     multiplied,
     number,
     of_rows,
@@ -26,7 +28,6 @@ from onnxfuse.patterns.normalisation_forms import (
 )
 
 LENGTH = "ReduceL2"
-LARGEST_BOUND = 2.0**31  # whose square, over that of the least factor, fp32 has
 
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
@@ -56,28 +57,14 @@ def of_length(graph: Graph, node: gs.Node) -> Core | None:
 
 def _limited(graph: Graph, length: gs.Node) -> tuple[list[gs.Node], float, float] | None:
     """The node that bounds a length from below or adds a number to it, if there is one, the bound and the number."""
-    bounded, add = reader(length, "Clip", "Max"), reader(length, "Add")
+    bounded, add = reader(length, *BOUNDS), reader(length, "Add")
     if bounded is not None:
-        bound = _bound(graph, bounded, length)
+        bound = least_of(graph, bounded, length)
         return None if bound is None else ([bounded], bound, 0.0)
     if add is not None:
         added = number(graph, other(add, length.outputs[0]))
         return None if added is None or not 0 <= added <= MOST_ADDED else ([add], 0.0, added)
     return [], 0.0, 0.0
-
-
-def _bound(graph: Graph, node: gs.Node, length: gs.Node) -> float | None:
-    """The least that a length becomes, if that is known and there is no greatest.
-
-    Torch's `dynamo` exporter has a Max for a Clip in 16 bits.
-    """
-    if node.op == "Max":
-        least = number(graph, other(node, length.outputs[0])) if len(node.inputs) == 2 else None
-    elif "max" in node.attrs or any(tensor.name for tensor in node.inputs[2:]):
-        least = None
-    else:
-        least = number(graph, node.inputs[1]) if len(node.inputs) > 1 else node.attrs.get("min")
-    return None if least is None or least > LARGEST_BOUND else max(least, 0.0)
 
 
 def _is_of_its_rows(graph: Graph, expand: gs.Node | None, rows: gs.Tensor) -> bool:

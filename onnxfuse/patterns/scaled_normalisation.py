@@ -11,9 +11,11 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.normalisation_forms import (
+    LAST,
     MEANS,
     SOURCES,
     Core,
+    axis_of,
     before,
     is_closed,
     maker,
@@ -42,9 +44,10 @@ class _End:
 
 
 def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
-    """What is written so, from the node that takes the mean of squares on."""
-    squares, root = squared(graph, node, *MEANS), root_of(graph, node)
-    if not squares or root is None or root.factor != 1 or root.nodes[-1].op == "Sqrt":
+    """What is written so, from the node that takes the mean of squares on, along any axis."""
+    axis = axis_of(graph, node) or LAST
+    squares, root = squared(graph, node, *MEANS, axis=axis), root_of(graph, node)
+    if not squares or root is None or root.factor != 1 or root.least or root.nodes[-1].op == "Sqrt":
         return None
     nodes = root.nodes
     scale = reader(nodes[-1], "Mul")
@@ -55,13 +58,13 @@ def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
     affine = [("mul", other(scale, nodes[-1].outputs[0]))] if scale is not None else []
     affine += [("add", end.shift)] if end.shift is not None else []
     for source in SOURCES:
-        centring, x = before(graph, squares[0].inputs[0], source)
+        centring, x = before(graph, squares[0].inputs[0], source, axis)
         casts, rows = source(graph, end.rows)
         every = {graph.index(each): each for each in (*centring, *casts, *squares, node, *between, *end.nodes)}
         own = tuple(every[index] for index in sorted(every))
         is_of_mean = any(end.mean is each.outputs[0] for each in centring) and centring[-1].op == "Sub"
         if x is rows and is_of_mean and is_closed(graph, own, end.nodes[-1]):
-            return Core(node, own, x, end.nodes[-1].outputs[0], True, root.epsilon, tuple(affine))
+            return Core(node, own, x, end.nodes[-1].outputs[0], True, root.epsilon, tuple(affine), axis=axis)
     return None
 
 

@@ -52,6 +52,16 @@ def rms_norm(b: Builder, x: str, rank: int) -> str:
     return b("Mul", b("Div", x, deviation), of_channels(b, 0, rank))
 
 
+def scaled_first(b: Builder, x: str, rank: int) -> str:
+    """As Keras has a LayerNormalization of axis 1."""
+    average = mean(b, x)
+    centred = b("Sub", x, average)
+    deviation = b("Sqrt", b("Add", mean(b, b("Mul", centred, centred)), b.array(1e-3)))
+    scale = b("Mul", b("Reciprocal", deviation), of_channels(b, 0, rank))
+    shift = b("Add", b("Mul", b("Neg", average), scale), of_channels(b, 1, rank))
+    return b("Add", b("Mul", x, scale), shift)
+
+
 def of_length_one(b: Builder, x: str, rank: int) -> str:
     """As descriptors of pixels are made."""
     return b("Div", x, b("Clip", b("ReduceL2", x, axes=[1], keepdims=1), b.array(1e-3)))
@@ -97,6 +107,7 @@ FORMS: tuple[Form, ...] = (
     by_the_reciprocal,
     rms_norm,
     of_length_one,
+    scaled_first,
     with_a_residual,
 )
 

@@ -45,11 +45,22 @@ def xielu(b: Builder, x: str) -> str:
     return by_zero(b, x, above, b("Add", b("Mul", b("Sub", small, x), b.array(1.3)), linear_part))
 
 
+def expanded(b: Builder, x: str, *more: int) -> str:
+    """Zeros as Flax makes them: as many as there are, whose sizes are put together of those again."""
+    sizes = b("Gather", b("Shape", x), b.integers(0, 1), axis=0)
+    return b("Expand", b.array(0.0), b("Concat", *map(b.integers, more), sizes, b.integers(N), axis=0))
+
+
+def of_zeros(b: Builder, x: str) -> str:
+    """As Flax has an ELU."""
+    return by_zero(b, x, x, b("Sub", b("Exp", by_zero(b, x, expanded(b, x), x)), b.array(1.0)))
+
+
 def twice(b: Builder, x: str) -> str:
     return leaky(b, b("Add", elu(b, x), b.array(-0.5)))
 
 
-CONTINUOUS: dict[str, Activation] = {f.__name__: f for f in (leaky, elu, turned, number_first, xielu, twice)}
+CONTINUOUS: dict[str, Activation] = {f.__name__: f for f in (leaky, elu, turned, number_first, xielu, of_zeros, twice)}
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
@@ -104,8 +115,13 @@ def jumps_under_a_mask(b: Builder, x: str) -> str:
     return by_zero(b, x, b("Where", b.raw(np.arange(N) % 2 == 0, "mask"), x, b.array(5.0)), x)
 
 
+def of_more_zeros(b: Builder, x: str) -> str:
+    """Which make two of what is chosen from."""
+    return by_zero(b, x, x, expanded(b, x, 2))
+
+
 JUMPS: dict[str, Activation] = {
-    f.__name__: f for f in (step, jumps, by_an_operand, of_another_value, jumps_under_a_mask)
+    f.__name__: f for f in (step, jumps, by_an_operand, of_another_value, jumps_under_a_mask, of_more_zeros)
 }
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, numpy_helper
 
 from onnxfuse.ir.normalisation import Normalisation
 from tests.helpers.matching import draw
@@ -162,3 +162,76 @@ def test_a_length_that_others_read_is_made() -> None:
     x = b.input("x", (*ROWS, N))
     length = bounded(b, x)
     assert not analysed(b.model(repeated(b, x, length), length)).sites
+
+
+def squares_of(b: Builder, x: str) -> str:
+    return b("ReduceSum", b("Mul", x, x), b.integers(-1), keepdims=1)
+
+
+def by_the_root_of_the_larger(b: Builder, x: str, bound: float) -> str:
+    """As `tf.math.l2_normalize` has it."""
+    return b("Mul", x, b("Reciprocal", b("Sqrt", b("Max", squares_of(b, x), b.array(bound**2)))))
+
+
+def by_the_root_of_a_clip(b: Builder, x: str, bound: float) -> str:
+    return b("Div", x, b("Sqrt", b("Clip", squares_of(b, x), b.array(bound**2))))
+
+
+def by_a_power_of_the_larger(b: Builder, x: str, bound: float) -> str:
+    return b("Mul", b("Pow", b("Max", b.array(bound**2), squares_of(b, x)), b.array(-0.5)), x)
+
+
+def by_the_smaller_reciprocal(b: Builder, x: str, bound: float) -> str:
+    """As Keras' UnitNormalization has it."""
+    return b("Mul", x, b("Min", b("Reciprocal", b("Sqrt", squares_of(b, x))), b.array(1 / bound)))
+
+
+def by_the_larger_mean(b: Builder, x: str, bound: float) -> str:
+    """An RMSNorm whose mean of squares is bounded, times the scale of its columns before the rows."""
+    mean = b("ReduceMean", b("Mul", x, x), axes=[-1], keepdims=1)
+    return b("Mul", b("Mul", b("Reciprocal", b("Sqrt", b("Max", mean, b.array(bound**2)))), b.array(np.ones(N))), x)
+
+
+BOUNDED_SQUARES = (
+    by_the_root_of_the_larger,
+    by_the_root_of_a_clip,
+    by_a_power_of_the_larger,
+    by_the_smaller_reciprocal,
+    by_the_larger_mean,
+)
+
+
+@pytest.mark.parametrize("bound", [1e-12, 1e-6, 2.0])
+@pytest.mark.parametrize("form", BOUNDED_SQUARES, ids=lambda form: form.__name__)
+def test_bounded_squares_are_bounded_lengths(form: Callable[[Builder, str, float], str], bound: float) -> None:
+    """Of rows shorter than the bound and longer, by its meaning; the body has the model's own bits."""
+    b = Builder(FLOAT, opset=17)
+    model = b.model(form(b, b.input("x", (*ROWS, N)), bound))
+    analysis = analysed(model)
+    (site,) = analysis.sites
+    assert isinstance(site.fusion, Normalisation)
+    lengths = np.reshape(LENGTHS, (-1, 1, 1))
+    direction = draw(len(LENGTHS), 1, N)
+    x = (direction / np.linalg.norm(direction, axis=-1, keepdims=True) * lengths).astype(np.float32)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    (wanted,), (found,) = run(model, {"x": x}), evaluate(site.fusion, {**stored, "x": x})
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-21, atol=0)
+    assert not sweep.difference(model, sweep.rewritten(analysis), [{"x": x}])
+
+
+NEARLY_SQUARES: dict[str, Callable[[Builder, str], str]] = {
+    "at most": lambda b, s: b("Reciprocal", b("Sqrt", b("Min", s, b.array(1.0)))),
+    "a bound of the run": lambda b, s: b("Reciprocal", b("Sqrt", b("Max", s, b.input("bound", ())))),
+    "the largest of three": lambda b, s: b("Reciprocal", b("Sqrt", b("Max", s, b.array(0.0), b.array(1.0)))),
+    "at most, and more": lambda b, s: b("Min", b("Reciprocal", b("Sqrt", b("Add", s, b.array(1e-6)))), b.array(10.0)),
+    "at most none": lambda b, s: b("Min", b("Reciprocal", b("Sqrt", s)), b.array(0.0)),
+    "a most of the run": lambda b, s: b("Min", b("Reciprocal", b("Sqrt", s)), b.input("bound", ())),
+    "the smaller root": lambda b, s: b("Reciprocal", b("Min", b("Sqrt", s), b.array(1.0))),
+}
+
+
+@pytest.mark.parametrize("case", NEARLY_SQUARES)
+def test_squares_that_are_bounded_otherwise_are_none(case: str) -> None:
+    b = Builder(FLOAT, opset=17)
+    x = b.input("x", (*ROWS, N))
+    assert not analysed(b.model(b("Mul", x, NEARLY_SQUARES[case](b, squares_of(b, x))))).sites

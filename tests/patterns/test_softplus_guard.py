@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 from onnxfuse.patterns.softplus_guard import LEAST
 from tests.helpers.matching import K, N, check_meaning, linear, only, sites
 from tests.helpers.onnx_build import Builder, run
+from tests.helpers.reference_fusion import evaluate
 from tests.patterns.test_normalisation import analysed
 from tests.tools import sweep
 
@@ -59,6 +61,57 @@ def test_without_the_bridge_the_nodes_run() -> None:
     np.testing.assert_array_equal(*(run(each, FEED)[0] for each in (model, fused)))
 
 
+def of_exponentials(b: Builder, x: str, less: float = 0.0, alike: str = "", added: float = 0.0) -> str:
+    """As JAX has `logaddexp`: where the difference is no number, x and a number stand for what is none either."""
+    difference = b("Sub", x, b.array(less))
+    known = b("Not", b("Equal", difference, alike or difference))
+    far = b("Neg", b("Abs", difference))
+    made = b("Add", b("Max", x, b.array(less)), b("Log", b("Add", b("Exp", far), b.array(1.0))))
+    return b("Where", known, b("Add", x, b.array(added)), made)
+
+
+@pytest.mark.parametrize("less", [0.0, 1.5])
+def test_what_is_no_number_needs_no_choice(less: float) -> None:
+    b = Builder()
+    x = linear(b)
+    model = b.model(b("Mul", x, b("Tanh", of_exponentials(b, x, less, added=less))))
+    match, fusion = only(model)
+    assert [out.name for out in fusion.outputs] == [model.graph.output[0].name]
+    assert len(match.nodes) == len(model.graph.node)
+    assert not any(step.op == "where" for step in fusion.steps)
+    none = FEED["x"].copy()
+    none[0, 0, 0], none[1, 1, 1] = np.nan, np.inf
+    check_meaning(model, fusion, FEED)
+    fused = sweep.rewritten(analysed(model))
+    for x_of_run in (FEED["x"], none):
+        np.testing.assert_array_equal(*(run(each, {"x": x_of_run})[0] for each in (model, fused)))
+
+
+def test_what_is_no_number_is_none_in_the_kernel() -> None:
+    """Where x is none, and only there."""
+    b = Builder()
+    model = b.model(of_exponentials(b, linear(b)))
+    _, fusion = only(model)
+    x = np.stack([np.full((1, K), value, np.float32) for value in (np.nan, 1e30)])
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    np.testing.assert_array_equal(np.isnan(evaluate(fusion, stored | {"x": x})[0]), np.isnan(run(model, {"x": x})[0]))
+
+
+def of_another(b: Builder, x: str) -> str:
+    return of_exponentials(b, x, alike=b("Tanh", x))
+
+
+def infinitely_less(b: Builder, x: str) -> str:
+    """Of which the difference to an infinity is no number, and what is taken then is one."""
+    return of_exponentials(b, x, less=np.inf)
+
+
+def of_its_shape(b: Builder, x: str) -> str:
+    """What is chosen is no function of the difference."""
+    difference = b("Sub", x, b.array(0.0))
+    return b("Where", b("Not", b("Equal", difference, difference)), b("Add", x, b.array(0.0)), b("Tanh", x))
+
+
 def another_value(b: Builder, x: str) -> str:
     return b("Where", b("Greater", x, b.array(20.0)), b("Tanh", x), b("Softplus", x))
 
@@ -74,7 +127,7 @@ def by_a_threshold_of_the_run(b: Builder, x: str) -> str:
 
 NEAR = {
     "a threshold at which they differ": lambda b, x: guarded(b, x, least=5.0),
-    **{f.__name__: f for f in (another_value, by_another_number)},
+    **{f.__name__: f for f in (another_value, by_another_number, of_another, infinitely_less, of_its_shape)},
     by_a_threshold_of_the_run.__name__: by_a_threshold_of_the_run,
 }
 
