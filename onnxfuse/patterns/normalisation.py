@@ -92,9 +92,14 @@ def _matches(
             without_product(match, nodes, [out.name for out in match.live_outs], lowered.anchor),
             folded=tuple(sorted({*match.folded, *only_feeding(graph, shapes)})),
             shapes=shapes | match.shapes,
-            passes=passes_behind(graph, core, match) + (len(core.nodes) - 1 if core.axis != LAST else 0),
+            passes=_passes(graph, core, match),
         )
         yield own, lowered
+
+
+def _passes(graph: Graph, core: Core, match: Match) -> int:
+    """Nodes that go over all elements beside one that normalises; the runtime has no such op of another axis."""
+    return passes_behind(graph, core, match) + (len(core.nodes) - 1 if core.axis != LAST else 0)
 
 
 def _is_normalised(graph: Graph, core: Core) -> bool:

@@ -10,7 +10,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
-from onnxfuse.graph.graph import Graph, element_readers
+from onnxfuse.graph.graph import Graph, Size, element_readers
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.row_shift import reduced_axes
@@ -78,11 +78,15 @@ def before_transpose(graph: Graph, core: Core) -> Core | None:
         return None
     nodes, x = (first, *core.nodes), first.inputs[0]
     beside = (graph.shape(x.name) or ())[perm[-1] + 1 :]
-    known = math.prod(size for size in beside if isinstance(size, int))
-    are_few = known < FEWEST_BESIDE and all(isinstance(size, int) for size in beside)
-    if are_few or not is_closed(graph, nodes, nodes[-1]):
+    if _are_few(beside) or not is_closed(graph, nodes, nodes[-1]):
         return None
     return replace(core, nodes=nodes, x=x, axis=perm[-1] - len(perm), perm=perm)
+
+
+def _are_few(rows: Sequence[Size]) -> bool:
+    """Whether sizes are known, and fewer together than a warp has lanes."""
+    known = [size for size in rows if isinstance(size, int)]
+    return len(known) == len(rows) and math.prod(known) < FEWEST_BESIDE
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -100,10 +104,7 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 
 
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
-    """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal.
-
-    Of any axis: channels of images lie in front of their pixels.
-    """
+    """What is written as a mean or a sum of squares along any axis, its root, and a quotient or a product with it."""
     axis = axis_of(graph, node) or LAST
     squares = squared(graph, node, *MEANS, SUM, axis=axis)
     summed = 1 if node.op != SUM else columns_of(graph, node, axis)
