@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnxfuse.graph.constants import constant_tensors
 from onnxfuse.graph.functions import reads
 from onnxfuse.graph.unread import drop, drop_unread
 
@@ -58,11 +59,7 @@ def _counts(graph: GraphProto) -> Iterator[tuple[NodeProto, NodeProto, list[Node
 
 def _zeros(graph: GraphProto) -> frozenset[str]:
     """Zeros that no run changes, without a dimension: compared with one, a count keeps its own."""
-    given = {value.name for value in graph.input}
-    stored = {each.name: each for each in graph.initializer if each.name not in given}
-    constants = (node for node in graph.node if node.op_type == "Constant")
-    held = {node.output[0]: each.t for node in constants for each in node.attribute if each.name == "value"}
-    return frozenset(name for name, tensor in {**stored, **held}.items() if _is_zero(tensor))
+    return frozenset(name for name, tensor in constant_tensors(graph).items() if _is_zero(tensor))
 
 
 def _is_zero(tensor: TensorProto) -> bool:

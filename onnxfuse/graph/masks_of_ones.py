@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper
 
+from onnxfuse.graph.constants import constant_tensors
 from onnxfuse.graph.functions import reads
 from onnxfuse.graph.unread import drop_unread
 
@@ -25,24 +26,13 @@ def leave_out_ones(graph: GraphProto) -> None:
     if not ands:
         return
     makers = {name: node for node in graph.node for name in node.output}
-    stored = _stored(graph, makers)
+    stored = constant_tensors(graph)
     left = {node.output[0]: mask for node in ands if (mask := _mask(graph, node, makers, stored)) is not None}
     for node in graph.node:
         for place, name in enumerate(node.input):
             node.input[place] = _last(name, left)
     if left:
         drop_unread(graph, left)
-
-
-def _stored(graph: GraphProto, makers: Makers) -> dict[str, TensorProto]:
-    """What no run changes: initializers that are no inputs, and what a Constant makes."""
-    constants = {
-        name: node.attribute[0].t
-        for name, node in makers.items()
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value"
-    }
-    given = {value.name for value in graph.input}
-    return {tensor.name: tensor for tensor in graph.initializer if tensor.name not in given} | constants
 
 
 def _last(name: str, left: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnxfuse.graph.constants import constant_tensors
 from onnxfuse.graph.functions import subgraphs
 
 Range = tuple[int, ...]
@@ -39,15 +40,8 @@ def _is_of_axes(node: NodeProto) -> bool:
 
 def _integers(graph: GraphProto) -> dict[str, list[int]]:
     """The short vectors of integers that no run changes."""
-    constants = (node for node in graph.node if node.op_type == "Constant")
-    values = {name: each.t for node in constants for name in node.output for each in node.attribute}
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    given = {value.name for value in graph.input}
-    return {
-        name: numpy_helper.to_array(tensor).tolist()
-        for name, tensor in {**values, **stored}.items()
-        if name not in given and _is_short(tensor)
-    }
+    known = constant_tensors(graph).items()
+    return {name: numpy_helper.to_array(tensor).tolist() for name, tensor in known if _is_short(tensor)}
 
 
 def _is_short(tensor: TensorProto) -> bool:

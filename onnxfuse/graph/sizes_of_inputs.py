@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from onnxfuse.graph.constants import constant_tensors
 from onnxfuse.graph.unread import drop_unread
 
 PRODUCTS = frozenset(("MatMul", "Gemm"))
@@ -65,12 +66,10 @@ def _facts(graph: GraphProto) -> _Facts:
     for node in graph.node:
         for name in node.input:
             readers[name].append(node)
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            stored.update((name, node.attribute[0].t) for name in node.output)
+    stored = {tensor.name for tensor in graph.initializer}
     inputs = {value.name: value for value in graph.input if value.name not in stored}
-    return _Facts({name: node for node in graph.node for name in node.output}, readers, inputs, stored)
+    makers = {name: node for node in graph.node for name in node.output}
+    return _Facts(makers, readers, inputs, constant_tensors(graph))
 
 
 def _source(facts: _Facts, gather: NodeProto) -> str | None:

@@ -61,7 +61,7 @@ def of_deviation(graph: Graph, node: gs.Node) -> Core | None:
         nodes = (*squares, *found.nodes, *scaling, last)
         core = of_rows(graph, node, nodes, rows, epsilon, found.factor, axis)
         if core is not None:
-            return replace(core, affine=affine, added=added, axis=axis)
+            return replace(core, affine=affine, added=added)
     return None
 
 

@@ -114,7 +114,7 @@ def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
         nodes, count = (*squares, node, *end.between, end.last), summed * end.factor
         core = of_rows(graph, node, nodes, end.divided, end.epsilon / count, count, axis)
         if core is not None:
-            return replace(core, affine=end.affine, axis=axis, least=end.least / count)
+            return replace(core, affine=end.affine, least=end.least / count)
     return None
 
 
@@ -145,7 +145,7 @@ def of_rows(
         dead = only_feeding(graph, [graph.index(node) for node in every if node.op in VIEWS])
         if x is whole and is_closed(graph, every, last, dead):
             is_centred = any(each.op == "Sub" for each in centring)
-            return Core(anchor, every, x, last.outputs[0], is_centred, epsilon, scale=count**-0.5)
+            return Core(anchor, every, x, last.outputs[0], is_centred, epsilon, scale=count**-0.5, axis=axis)
     return None
 
 

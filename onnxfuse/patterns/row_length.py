@@ -52,7 +52,7 @@ def of_length(graph: Graph, node: gs.Node) -> Core | None:
         return None
     count = columns * factor**2
     core = of_rows(graph, node, (*nodes, last), last.inputs[0], 0.0, count, axis)
-    return core and replace(core, least=bound**2 / count, added=added * count**-0.5, axis=axis)
+    return core and replace(core, least=bound**2 / count, added=added * count**-0.5)
 
 
 def _limited(graph: Graph, length: gs.Node) -> tuple[list[gs.Node], float, float] | None:

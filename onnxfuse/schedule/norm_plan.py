@@ -16,7 +16,7 @@ from onnxfuse.schedule.in_turns import with_turns
 from onnxfuse.schedule.kernel_family import SAMPLED
 from onnxfuse.schedule.norm import NORM
 from onnxfuse.schedule.norm_tile import MOST_ELEMENTS, WARP, NormSpec, NormTile, across_tile, norm_tile
-from onnxfuse.schedule.pointwise_plan import accesses, narrowed
+from onnxfuse.schedule.pointwise_plan import accesses, narrow
 from onnxfuse.schedule.pointwise_tile import span_of
 from onnxfuse.schedule.variant import NormPlan, NormVariant
 
@@ -40,7 +40,7 @@ def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSp
         batched=bool(mapping.batch), parts=fusion.parts,
     )  # fmt: skip
     if _lies_across(fusion, mapping):
-        ways = dict.fromkeys((spec, _narrow(spec)))
+        ways = dict.fromkeys((spec, narrow(spec)))
         tiles = (across_tile(span_of(way.loads, way.outs), columns) for way in ways)
         return NormPlan(device, tuple(_variant(*each, 0, MAX_M) for each in zip(ways, tiles, strict=True)), widths)
     span = span_of(loads, outs)
@@ -52,7 +52,7 @@ def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSp
         _variant(spec, _crowded(spec, tile), first, last) for tile, first, last in _ranges(span, columns, rows, tiers)
     ]
     if any(way.width > 1 for way in (*loads, *outs)):
-        variants.append(_variant(_narrow(spec), norm_tile(1, columns, MOST_ELEMENTS), 0, MAX_M))
+        variants.append(_variant(narrow(spec), norm_tile(1, columns, MOST_ELEMENTS), 0, MAX_M))
     return NormPlan(device, tuple(variants), with_turns(fusion, mapping, widths))
 
 
@@ -60,11 +60,6 @@ def _lies_across(fusion: Normalisation, mapping: AxisMapping) -> bool:
     """Whether neighbours in memory are of different rows."""
     axes = stepped(fusion, fusion.operands[0].axes)
     return bool(axes) and axes[-1] not in mapping.n
-
-
-def _narrow(spec: NormSpec) -> NormSpec:
-    """The same kernel with single-element accesses: legal for every pointer and pitch."""
-    return replace(spec, loads=tuple(map(narrowed, spec.loads)), outs=tuple(map(narrowed, spec.outs)))
 
 
 def _crowded(spec: NormSpec, tile: NormTile) -> NormTile:

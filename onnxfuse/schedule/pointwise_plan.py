@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TypeVar
 
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
 from onnxfuse.analysis.vector_width import EpilogueWidths, analyse_epilogue
@@ -18,6 +19,8 @@ from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_tile import LONG, PointwiseSpec, PointwiseTile, rows_in_flight, span_of, tile_for
 from onnxfuse.schedule.variant import PointwisePlan, PointwiseVariant
+
+Spec = TypeVar("Spec", bound=PointwiseSpec)
 
 
 def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: DeviceSpec) -> PointwisePlan:
@@ -37,9 +40,9 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     if any(load.width > 1 for load in loads):
         variants.append(_variant(replace(spec, checked=True), checked_tile(spec, tall.span, columns, device), 0, MAX_M))
     if any(out.width > 1 for out in outs):
-        narrow = _narrow(spec)
-        rows = rows_in_flight(narrow.loads, 1, device)
-        variants.append(_variant(narrow, tile_for(narrow.loads, narrow.outs, columns, rows), 0, MAX_M))
+        single = narrow(spec)
+        rows = rows_in_flight(single.loads, 1, device)
+        variants.append(_variant(single, tile_for(single.loads, single.outs, columns, rows), 0, MAX_M))
     return PointwisePlan(device, tuple(variants), with_turns(pointwise, mapping, widths))
 
 
@@ -95,7 +98,7 @@ def checked_tile(spec: PointwiseSpec, span: int, columns: int, device: DeviceSpe
     return tile_for(spec.loads, spec.outs, columns, rows_in_flight(singles, span, device))
 
 
-def _narrow(spec: PointwiseSpec) -> PointwiseSpec:
+def narrow(spec: Spec) -> Spec:
     """The same kernel with single-element accesses: legal for every pointer and pitch."""
     return replace(spec, loads=tuple(map(narrowed, spec.loads)), outs=tuple(map(narrowed, spec.outs)))
 
