@@ -58,7 +58,7 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 14
+VERSION = 15
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHII72sIBHBBQII")

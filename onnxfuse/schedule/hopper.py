@@ -150,6 +150,10 @@ class Hopper(ProductFamily):
             return "rhs with n contiguous would be read in three boxes for 64 rows, which is slow"
         return hopper_tile.why_not(spec, tile, device.shared_bytes)
 
+    def early_share(self, spec: KernelSpec, device: DeviceSpec) -> float:
+        """Rhs that no kernel of the run writes is loaded before the kernel before has ended."""
+        return rhs_ahead_share(spec, device)
+
     def shared_bytes(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> int:
         """Ring, staging, vectors and barriers."""
         return hopper_tile.footprint(spec, tile, device.shared_bytes).total
@@ -217,6 +221,14 @@ def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
     """
     streamed = max(calibration(device).hopper_early_bytes - layout.kept, 0)
     return int(streamed / layout.stage * depth * layout.splits)
+
+
+def rhs_ahead_share(spec: KernelSpec, device: DeviceSpec) -> float:
+    """Of its time, what a kernel takes that has loaded rhs of its first steps when the kernel before ends.
+
+    Copies of rhs are made by that one. Networks learnt from kernels that load nothing ahead.
+    """
+    return 1.0 if "rhs" in spec.copied else calibration(device).hopper_ahead
 
 
 def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> tuple[Amount, Amount]:

@@ -20,6 +20,7 @@ from onnxfuse.schedule.hopper import (
     in_turns,
     joined,
     of_shared,
+    rhs_ahead_share,
     waves_of_clusters,
 )
 from onnxfuse.schedule.hopper_quantized_tile import swapped
@@ -77,6 +78,10 @@ class HopperSwapped(ProductFamily):
     def why_not(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> str | None:
         """As `hopper_swapped_tile` says."""
         return hopper_swapped_tile.why_not(spec, tile, device.shared_bytes)
+
+    def early_share(self, spec: KernelSpec, device: DeviceSpec) -> float:
+        """As the other kernel of two factors."""
+        return rhs_ahead_share(spec, device)
 
     def shared_bytes(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> int:
         """Ring, staging, vectors and barriers."""

@@ -300,6 +300,10 @@ class ProductFamily(KernelFamily, Protocol):
         factors = self.copied(spec)
         return replace(spec, copied=factors) if factors else spec
 
+    def early_share(self, spec: KernelSpec, device: DeviceSpec) -> float:
+        """Of its time, what a kernel takes that starts early, beyond what its terms and networks say."""
+        return 1.0
+
     def shared_bytes(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> int:
         """Dynamic shared memory of one block, in bytes."""
 

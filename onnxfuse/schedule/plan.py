@@ -20,7 +20,7 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration, kept
-from onnxfuse.schedule.cost_model import copying_rows, with_rows_copied
+from onnxfuse.schedule.cost_model import copying_rows, waves_of, with_rows_copied
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import (
     Amount,
@@ -309,7 +309,20 @@ def _launch_times(
     """The same of kernels that all read copies of the same factors, which take so long to make."""
     flows = [kept_flow(entry.family, spec, entry.tile, device) for entry in candidates]
     estimates: NDArray[np.float64] = costs(candidates, flows, spec, problem, device) + copying
-    return estimates * learned_cost.factors(candidates, flows, estimates, spec, problem, device)
+    learnt = learned_cost.factors(candidates, flows, estimates, spec, problem, device)
+    return estimates * learnt * _early_shares(candidates, flows, spec, problem, device)
+
+
+def _early_shares(
+    candidates: Sequence[Candidate], flows: Sequence[Flow], spec: KernelSpec, problem: Problem, device: DeviceSpec
+) -> NDArray[np.float64]:
+    """Of their time, what those take that start early, f64[tiles, sizes]."""
+    shares = np.ones((len(candidates), np.size(problem.size)))
+    for own, entry, reads in zip(shares, candidates, flows, strict=True):
+        share = entry.family.early_share(spec, device)
+        if share < 1:
+            own[...] = np.where(waves_of(entry.tile, problem, device) * problem.k <= reads.early_depth, share, 1.0)
+    return shares
 
 
 def _rank(

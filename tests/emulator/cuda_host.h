@@ -83,11 +83,15 @@ struct Barrier {
   int size, arrived = 0, generation = 0;
 };
 
+// What a kernel may do with bytes: read them behind its wait for the kernel before, write them there, or read them at any
+// time.
+enum Use { READ = 0, WRITTEN = 1, READY = 2 };
+
 // Bytes that a kernel may touch, as the tests describe them.
 struct Range {
   unsigned char* begin;
   size_t bytes;
-  int writable;
+  int use;
   int widest;  // access to it, in bytes: what comes back
 };
 
@@ -120,6 +124,9 @@ extern unsigned ended;  // blocks of a cluster that have no shared memory any mo
 [[noreturn]] void fail(const char* message);
 void yield();
 void check_global(const void* pointer, size_t bytes, bool write);
+void check_landing(const void* pointer, size_t bytes);  // of what a thread asked for before
+void check_order(const void* pointer);                  // of what it asks for
+void wait_for_kernel_before();
 
 // cp.async of the current thread: into its open group; the open group closed; all but so many closed ones landed.
 void copy_later(const PendingCopy& copy);

@@ -25,7 +25,7 @@ unsigned ended;
 struct Fiber {
   ucontext_t beginning;
   jmp_buf place;
-  bool begun, finished;
+  bool begun, finished, waited;                  // the last for the kernel before
   std::vector<std::vector<PendingCopy>> groups;  // of cp.async, the open one last
   int phase;                                     // of the barrier of a cluster, in which it arrived there last
 };
@@ -170,22 +170,45 @@ void yield() {
 
 void fail(const char* message) { fail_with(message); }
 
-void check_global(const void* pointer, size_t bytes, bool write) {
+Memory* memory_of(const void* pointer, size_t bytes) {
   const auto* address = static_cast<const unsigned char*>(pointer);
-  if (reinterpret_cast<uintptr_t>(address) % bytes) {
+  for (Memory& memory : memories) {
+    const Range& range = *memory.range;
+    if (range.begin <= address && address + bytes <= range.begin + range.bytes) return &memory;
+  }
+  return nullptr;
+}
+
+void check_order(const void* pointer) {
+  const Memory* memory = memory_of(pointer, 1);
+  if (fiber().waited || (memory != nullptr && memory->range->use == READY)) return;
+  fail("an access that does not wait for the kernel before");
+}
+
+Memory& checked(const void* pointer, size_t bytes, bool write) {
+  if (reinterpret_cast<uintptr_t>(pointer) % bytes) {
     fail_with("misaligned access of " + std::to_string(bytes) + " bytes");
   }
-  for (Memory& memory : memories) {
-    Range& range = *memory.range;
-    if (address < range.begin || address + bytes > range.begin + range.bytes) continue;
-    range.widest = std::max(range.widest, static_cast<int>(bytes));
-    if (!write) return;
-    if (!range.writable) fail("write into an input");
-    for (size_t i = 0; i < bytes; ++i) ++memory.writes[address - range.begin + i];
-    return;
+  Memory* memory = memory_of(pointer, bytes);
+  if (memory == nullptr) {
+    fail_with(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes out of bounds");
   }
-  fail_with(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes out of bounds");
+  memory->range->widest = std::max(memory->range->widest, static_cast<int>(bytes));
+  return *memory;
 }
+
+void check_landing(const void* pointer, size_t bytes) { checked(pointer, bytes, false); }
+
+void check_global(const void* pointer, size_t bytes, bool write) {
+  Memory& memory = checked(pointer, bytes, write);
+  check_order(pointer);
+  if (!write) return;
+  if (memory.range->use != WRITTEN) fail("write into an input");
+  const size_t first = static_cast<const unsigned char*>(pointer) - memory.range->begin;
+  for (size_t i = 0; i < bytes; ++i) ++memory.writes[first + i];
+}
+
+void wait_for_kernel_before() { fiber().waited = true; }
 
 void copy_later(const PendingCopy& copy) {
   if (block.lazy) {

@@ -48,7 +48,7 @@ void for_each_of_box(const HostMap& map, unsigned shared, const int (&place)[5],
 
 inline void land_box(unsigned shared, const HostMap& map, unsigned barrier, int x, int y, int z, int u) {
   for_each_of_box(map, shared, {x, y, z, u, 0}, [&](unsigned target, unsigned char* element) {
-    if (element != nullptr) emulator::check_global(element, map.element, false);
+    if (element != nullptr) emulator::check_landing(element, map.element);
     if (element != nullptr) memcpy(emulator::shared(target, map.element), element, map.element);
     if (element == nullptr) memset(emulator::shared(target, map.element), 0, map.element);
   });
@@ -57,6 +57,7 @@ inline void land_box(unsigned shared, const HostMap& map, unsigned barrier, int 
 
 inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z, int u) {
   const HostMap& host = host_map(map);
+  emulator::check_order(host.tensor);
   emulator::cluster.later([=, &host] { land_box(shared, host, barrier, x, y, z, u); });
 }
 inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {

@@ -209,7 +209,7 @@ inline void round_to_tf32(unsigned& value) {
   if ((value & 0x7f800000) != 0x7f800000) value = (value + 0x1000) & ~0x1fffu;
 }
 
-inline void wait_for_kernel_before() {}
+inline void wait_for_kernel_before() { emulator::wait_for_kernel_before(); }
 inline void let_kernel_behind_start() {}
 inline void prefetch_into_l2(const void*) {}
 

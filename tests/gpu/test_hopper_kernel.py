@@ -133,8 +133,10 @@ def launch(
     tiles = math.ceil(size.m / rule.block_m) * math.ceil(size.n / rule.block_n)
     most = blocks or cupy.cuda.Device().attributes["MultiProcessorCount"]
     grid = min(tiles * size.batch, max(most // rule.cluster, 1)) * rule.cluster
-    arguments = (problem.arguments(addresses), tensor_maps(case, problem, addresses))
-    function((grid, 1, 1), (rule.threads, 1, 1), arguments, shared_mem=rule.shared_bytes)
+    arguments = problem.arguments(addresses)
+    arguments["rhs_ready"] = blocks is not None
+    maps = tensor_maps(case, problem, addresses)
+    function((grid, 1, 1), (rule.threads, 1, 1), (arguments, maps), shared_mem=rule.shared_bytes)
     cupy.cuda.get_current_stream().synchronize()
     return [
         array.get().view(buffer.data.dtype) for array, buffer in zip(memory, buffers, strict=True) if buffer.writable
@@ -147,7 +149,7 @@ def test_kernel_computes_the_fusion(case: HopperCase, kernel: object) -> None:
         problem = make_problem(case.spec, size)
         first = launch(kernel, case, problem)
         problem.check(first)
-        # The same bits from a few blocks that walk over many tiles.
+        # The same bits from a few blocks that walk over many tiles, and load rhs ahead.
         for one, other in zip(first, launch(kernel, case, problem, blocks=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 

@@ -67,6 +67,7 @@ class Arguments(ctypes.Structure):
         ("outs_outer", Outer * MAX_OUTS),
         ("values_outer", Outer),
         ("scales", Scales * MAX_PARTS),
+        ("rhs_ready", ctypes.c_int),
     )
 
 

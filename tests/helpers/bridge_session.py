@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -382,6 +383,25 @@ def early_start() -> None:
                 in_turn = -(-tiles_down * columns // (132 // cluster if cluster else 1))
                 pays = depth > 0 and (in_turn * K <= depth or depth == 2**32 - 1)
                 assert driver().fake_last_early() == (known and pays), (cluster, depth, tiles_down)
+
+
+def rhs_that_is_ready() -> None:
+    """Where a kernel starts early and its weights are initializers, it may read them before the last one's end."""
+    from tests.helpers.bridge_hooks import Arguments
+
+    on_cpu()
+    for depth, constant in itertools.product((0, 2**32 - 1), (True, False)):
+        archive = pack([Record(**(vars(RECORD) | {"early_depth": depth}))])
+        made = onnx.load_from_string(model(archive=archive))
+        if not constant:
+            made.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, WEIGHT.shape))
+            made.graph.initializer.remove(next(each for each in made.graph.initializer if each.name == "w"))
+        feeds = {"x": sample(1, 5, K)} | ({} if constant else {"w": WEIGHT})
+        (y,) = session(made.SerializeToString()).run(None, feeds)
+        np.testing.assert_allclose(y, reference(feeds["x"]), rtol=1e-4, atol=1e-4)
+        arguments = Arguments()
+        driver().fake_last_launch((ctypes.c_uint * 6)(), (ctypes.c_uint * 1)(), ctypes.byref(arguments))
+        assert arguments.rhs_ready == (constant and depth > 0), (depth, constant)
 
 
 def unknown_shapes() -> None:

@@ -30,6 +30,7 @@ WEIGHT = np.random.default_rng(8).standard_normal((K, 2 * N)).astype(np.float32)
 OTHER = Record(**(vars(RECORD) | {"entry": "fake_p0_l2", "lhs_alignment": 4, "rhs_alignment": 4}))
 COPYING = Record(**(vars(RECORD) | {
     "flags": flags({0: TensorFlag.COPIED}), "maps": (TensorMap(Mapped.LHS, 0, False, 128, 32, 16),), "max_m": 1000,
+    "early_depth": 2**32 - 1,
 }))  # fmt: skip
 ARCHIVE = pack([COPYING, OTHER])
 
@@ -76,6 +77,7 @@ def copies() -> None:
         assert driver().fake_copies() == 3 * count
         lhs = last().lhs
         assert (lhs.pointer % 128, 4 * lhs.row_stride, lhs.column_stride) == (0, 128, 1)
+        assert last().rhs_ready
     check(made, other, 7, 200, K)
     assert driver().fake_copies() == 12, "beyond its range the other kernel runs"
 
@@ -106,6 +108,7 @@ def both() -> None:
         assert [(part.row_stride, 4 * part.column_stride) for part in parts[:2]] == [(1, 128)] * 2
         assert parts[1].pointer - parts[0].pointer == 128 * N
         assert parts[0].pointer % 128 == 0
+        assert not last().rhs_ready, "the kernel before makes it"
 
 
 def along_n() -> None:

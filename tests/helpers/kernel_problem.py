@@ -40,7 +40,7 @@ ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
     + [("lhs_outer", OUTER), ("rhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
-    + [("values_outer", OUTER), ("scales", SCALES, 4)]
+    + [("values_outer", OUTER), ("scales", SCALES, 4), ("rhs_ready", "<i4"), ("padding", "<i4")]
 )
 
 FAMILIES_OF_TILES = {Tile: PORTABLE, SmallMTile: SMALL_M, QuantizedSmallMTile: QUANTIZED_SMALL_M}
@@ -56,6 +56,8 @@ LAYOUTS = {
     "swapped rows": "mMn",
     "both": "NmMn",
 }
+
+READY = 2  # what a kernel may do with a buffer: read it before the kernel before has ended
 
 NUMPY = {
     F16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16), F32: np.dtype(np.float32), BOOL: np.dtype(np.bool_)
@@ -199,6 +201,16 @@ class Problem:
     @property
     def buffers(self) -> list[Buffer]:
         return [self.lhs, *self.rhs, *self.loads, *self.outs]
+
+    def uses(self, rhs_ready: bool) -> list[int]:
+        """What a kernel may do with each buffer, as tests/emulator/cuda_host.h has it."""
+        ready = {id(buffer) for buffer in self.weights if rhs_ready}
+        return [READY if id(buffer) in ready else int(buffer.writable) for buffer in self.buffers]
+
+    @property
+    def weights(self) -> list[Buffer]:
+        """What rhs consists of."""
+        return self.rhs
 
     @property
     def grid(self) -> tuple[int, int, int]:

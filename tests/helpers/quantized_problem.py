@@ -86,6 +86,11 @@ class QuantizedProblem(Problem):
         """Those of every problem, and what each part has beside its integers."""
         return [*super().buffers, *self.scales, *self.zero_points]
 
+    @property
+    def weights(self) -> list[Buffer]:
+        """Integers and what is beside them."""
+        return [*self.rhs, *self.scales, *self.zero_points]
+
     def product(self, rhs: Buffer) -> Bounded:
         """A block's sum is rounded once more when it is scaled and added, and beside it what unpacking leaves in it."""
         form = self.spec.quantization

@@ -31,6 +31,8 @@ void put(float* place, float value) {
 template <typename... Maps>
 void onnxfuse_gemm(const OnnxfuseArguments& args, const Maps&...) {
   const int own = blockIdx.x * blockDim + threadIdx.x;
+  if (args.fault == 8) get(args.in + own);
+  emulator::wait_for_kernel_before();
   const float value = __shfl_sync(0xffffffff, get(args.in + own), (threadIdx.x + 1) % 32);
   __syncthreads();
   if (args.fault == 1) get(args.in + 64 + own);
@@ -50,6 +52,7 @@ FAULTS = {
     4: b"an element was written twice",
     5: b"shared memory out of bounds",
     6: b"misaligned access of shared memory",
+    8: b"an access that does not wait for the kernel before",
 }
 HANGS = {7: b"threads wait for each other"}  # which is counted for clusters alone
 Launch = Callable[[int, bool], tuple[bytes, np.ndarray]]
@@ -62,7 +65,7 @@ class Arguments(ctypes.Structure):
 
 class Range(ctypes.Structure):
     _fields_ = [
-        ("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("writable", ctypes.c_int), ("widest", ctypes.c_int)
+        ("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("use", ctypes.c_int), ("widest", ctypes.c_int)
     ]  # fmt: skip
 
 

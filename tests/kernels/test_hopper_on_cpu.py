@@ -122,13 +122,15 @@ def launch(library: ctypes.CDLL, case: AnyCase, problem: Problem, clusters: int,
 
 
 def failure(library: ctypes.CDLL, case: AnyCase, problem: Problem, clusters: int, lazy: int) -> bytes:
-    """What goes wrong in a launch, or nothing; cluster_launch.h says what `lazy` is."""
+    """What goes wrong in a launch, or nothing; cluster_launch.h says what `lazy` is. Then rhs is ready, too."""
     for out in problem.outs:
         out.data[...] = np.nan
     buffers = problem.buffers
     arguments = problem.arguments([buffer.data.ctypes.data for buffer in buffers])
+    arguments["rhs_ready"] = bool(lazy)
+    uses = problem.uses(bool(lazy))
     ranges = (Range * len(buffers))(
-        *(Range(buffer.data.ctypes.data, buffer.data.nbytes, buffer.writable) for buffer in buffers)
+        *(Range(buffer.data.ctypes.data, buffer.data.nbytes, use) for buffer, use in zip(buffers, uses, strict=True))
     )
     memory, maps, kept = tensor_maps(case, problem)
     rule, size = case.launch, problem.size

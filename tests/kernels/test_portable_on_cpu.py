@@ -32,7 +32,7 @@ SHARED_MEMORY_OF_BLOCK = (
 
 class Range(ctypes.Structure):
     _fields_ = (
-        ("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("writable", ctypes.c_int), ("widest", ctypes.c_int)
+        ("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("use", ctypes.c_int), ("widest", ctypes.c_int)
     )  # fmt: skip
 
 
@@ -280,8 +280,11 @@ def launch_counted(
         out.data[...] = np.nan
     buffers = problem.buffers
     arguments = problem.arguments([buffer.data.ctypes.data for buffer in buffers])
+    arguments["rhs_ready"] = bool(lazy)
+    # Quantized weights are initializers, which the kernel for few rows always reads ahead.
+    uses = problem.uses(rhs_ready=bool(lazy) or problem.spec.quantization is not None)
     ranges = (Range * len(buffers))(
-        *(Range(buffer.data.ctypes.data, buffer.data.nbytes, buffer.writable) for buffer in buffers)
+        *(Range(buffer.data.ctypes.data, buffer.data.nbytes, use) for buffer, use in zip(buffers, uses, strict=True))
     )
     conflicts = ctypes.c_int()
     failure = library.emulate(

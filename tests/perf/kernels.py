@@ -292,6 +292,7 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
         if variant.spec.copied:
             copies.append(Copying(arguments, variant.spec))
             arguments = copies[-1].behind
+        arguments["rhs_ready"] = early and "rhs" not in variant.spec.copied  # weights are initializers
         if not rule.maps:
             prepared.append((arguments,))
             continue

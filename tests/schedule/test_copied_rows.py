@@ -151,11 +151,14 @@ def test_a_plan_of_one_tile_keeps_what_takes_over(copies: bool) -> None:
 
 def test_measured_times_choose_between_both() -> None:
     plan = plan_for("kn", 2730, 1024)
-    tiles = [entry for us, entry in plan.ranked[-1].tiles if math.isfinite(us)]
 
-    def measured(copying: float, other: float) -> dict[str, float]:
-        return {str(each.tile): copying if each.family in TMA_FAMILIES else other for each in tiles}
+    def measured(copying: float, other: float) -> dict[int, dict[str, float]]:
+        finite = {each.size: [entry for us, entry in each.tiles if math.isfinite(us)] for each in plan.ranked}
+        return {
+            m: {str(each.tile): copying if each.family in TMA_FAMILIES else other for each in tiles}
+            for m, tiles in finite.items()
+        }
 
     for copying, other in ((50.0, 20.0), (20.0, 50.0)):
-        found = retuned(plan, {m: measured(copying, other) for m in (1, 64, 1024, 8192)})
+        found = retuned(plan, measured(copying, other))
         assert {bool(each.spec.copied) for each in found.variants[:-1]} == {copying < other}

@@ -12,7 +12,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 14;
+constexpr uint32_t kVersion = 15;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 279;

@@ -102,6 +102,7 @@ Copies copies_at(const Record& record, const Contract& contract, const ElementBy
       result.behind.lhs = to;
     } else {
       *rhs++ = from.is_turned ? turned(to) : to;
+      result.behind.rhs_ready = 0;
     }
     result.launches.push_back(launch_of(from, to));
     address += from.copy_bytes();

@@ -20,7 +20,8 @@ FusedKernel::FusedKernel(const OrtApi* api, const OrtKernelInfo* info)
       name_(node_name(api, info)),
       contract_(parse_contract(node_text(api, info))),
       bytes_(node_types(api, info, contract_)),
-      archive_(node_archive(api, info)) {
+      archive_(node_archive(api, info)),
+      rhs_is_constant_(has_constant_rhs(api, info, contract_)) {
   if (cuda_driver() == nullptr) fail("no CUDA device is usable; run without the onnxfuse library");
   if (contract_.is_cached()) {
     const auto type = static_cast<OrtElementType>(contract_.out_types[0]->onnx);
@@ -113,6 +114,7 @@ void FusedKernel::compute(OrtKernelContext* context) const {
   const Sizes sizes = bind_axes(contract_, inputs.shapes);
   OnnxfuseArguments arguments{};
   set_problem(contract_, sizes, &arguments);
+  arguments.rhs_ready = rhs_is_constant_;
   if (contract_.is_attention() && arguments.n == 0) fail("an attention over no keys");
   const Outputs outputs = allocate_outputs(context, [&](size_t i) { return output_shape(contract_, sizes, i); });
   if (arguments.m == 0 || arguments.n == 0 || arguments.batch == 0) return;

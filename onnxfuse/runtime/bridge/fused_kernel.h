@@ -48,6 +48,7 @@ class FusedKernel {
   const Contract contract_;
   const ElementBytes bytes_;
   const std::shared_ptr<const Records> archive_;
+  const bool rhs_is_constant_;
   std::unique_ptr<const OriginalOp> original_;   // of a node over a cache alone
   std::unique_ptr<const ScratchAllocator> scratch_;   // nothing for a node whose kernels need none
 

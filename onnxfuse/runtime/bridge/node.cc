@@ -1,5 +1,6 @@
 #include "node.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -105,6 +106,14 @@ std::vector<int64_t> read_inputs(const OrtApi* api, const OrtKernelInfo* info, c
   return bytes;
 }
 
+// nullptr where the input is no initializer, or the runtime does not say that it is one.
+const OrtValue* constant_input(const OrtApi* api, const OrtKernelInfo* info, size_t input) {
+  int is_constant = 0;
+  const OrtValue* value = nullptr;
+  check(api, api->KernelInfoGetConstantInput_tensor(info, input, &is_constant, &value));
+  return is_constant ? value : nullptr;
+}
+
 void check_outputs(const OrtApi* api, const OrtKernelInfo* info, const Contract& contract) {
   for (size_t i = 0; i < contract.outputs.size(); ++i) {
     OrtTypeInfo* type_info = nullptr;
@@ -129,10 +138,8 @@ NodeText node_text(const OrtApi* api, const OrtKernelInfo* info) { return read_t
 NodeText node_text(const OrtApi* api, const OrtShapeInferContext* context) { return read_text(api, context); }
 
 std::shared_ptr<const Records> node_archive(const OrtApi* api, const OrtKernelInfo* info) {
-  int is_constant = 0;
-  const OrtValue* value = nullptr;
-  check(api, api->KernelInfoGetConstantInput_tensor(info, kArchiveInput, &is_constant, &value));
-  if (!is_constant || value == nullptr) {
+  const OrtValue* value = constant_input(api, info, kArchiveInput);
+  if (value == nullptr) {
     fail("its first input must be an initializer, the model's archive of kernels; optimize the original again (inside ",
          "a branch or a loop ONNX Runtime finds it from version 1.29 on)");
   }
@@ -152,6 +159,13 @@ ElementBytes node_types(const OrtApi* api, const OrtKernelInfo* info, const Cont
   const std::vector<int64_t> bytes = read_inputs(api, info, contract);
   check_outputs(api, info, contract);
   return element_bytes(contract, bytes);
+}
+
+bool has_constant_rhs(const OrtApi* api, const OrtKernelInfo* info, const Contract& contract) {
+  const std::vector<Reference>& rhs = contract.rhs;
+  return contract.has_product() && std::all_of(rhs.begin(), rhs.end(), [&](const Reference& part) {
+    return constant_input(api, info, kFirstTensor + part.tensor) != nullptr;
+  });
 }
 
 }  // namespace onnxfuse

@@ -53,4 +53,5 @@ struct OnnxfuseArguments {
   OnnxfuseOuter outs_outer[ONNXFUSE_MAX_OUTS];
   OnnxfuseOuter values_outer;                 // of rhs[1] of an attention
   OnnxfuseScales scales[ONNXFUSE_MAX_PARTS];  // of a quantized rhs
+  int rhs_ready;                              // nothing of the run writes rhs: it may be read before the kernel before ends
 };

@@ -24,6 +24,33 @@ __device__ __forceinline__ void await_cluster(unsigned shared, const RingPositio
   if constexpr (SENDS_OFTEN) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
 }
 
+// How many steps of a tile may have their rhs before the kernel before has ended: more of them would hold up the first
+// step's lhs where it ends at once.
+constexpr int AHEAD_STEPS = 4;
+
+// Rhs of a block's first steps, where no kernel of this run writes it. Returns of how many.
+__device__ __forceinline__ int load_ahead(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank,
+                                          const OutTile& tile, const TileScheduler& scheduler) {
+  if (!args.rhs_ready || scheduler.first >= scheduler.tiles) return 0;
+  const bool is_split = scheduler.is_split(scheduler.first);
+  const int steps = steps_of(args, is_split ? SPLITS : 1), first_step = is_split ? rank * steps : 0;
+  const int bytes = stage_bytes(args, tile, true), ahead = min(steps, AHEAD_STEPS < STAGES ? AHEAD_STEPS : STAGES);
+#pragma unroll 1
+  for (int step = 0; step < ahead; ++step) {
+    const unsigned full = shared + FULL_OFFSET + step * 8;
+    barrier_arrive_expect(full, bytes);
+    load_rhs(shared, shared + step * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
+  }
+  return ahead;
+}
+
+// Under programmatic dependent launch what comes before this runs beside the end of the kernel before, whose results this
+// one may read and whose operands it may overwrite.
+__device__ __forceinline__ void wait_for_operands() {
+  wait_for_kernel_before();
+  let_kernel_behind_start();
+}
+
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank,
                                         OutTile tile) {
   const TileScheduler scheduler(args);
@@ -31,6 +58,8 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   RingPosition ring;
   OutTile kept = tile;
   int sums_parity = 0;
+  int ahead = load_ahead(args, maps, shared, rank, tile, scheduler);  // steps that only lack lhs
+  wait_for_operands();
   for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
     if (number != scheduler.first) tile = scheduler.at(number, rank);
     const int steps = scheduler.is_split(number) ? of_split : of_whole;
@@ -47,11 +76,13 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
     }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
-      barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
-      barrier_arrive_expect(full, bytes);
-      load_stage(shared, shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank,
-                 brings_rhs);
+      const unsigned stage = shared + ring.stage * STAGE_BYTES, full = shared + FULL_OFFSET + ring.stage * 8;
+      const int k = (first_step + step) * BLOCK_K;
+      const bool is_ahead = ahead-- > 0;
+      if (!is_ahead) barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
+      if (!is_ahead) barrier_arrive_expect(full, bytes);
+      load_lhs(stage, full, args, maps, tile, k, rank);
+      if (!is_ahead && brings_rhs) load_rhs(shared, stage, full, args, maps, tile, k, rank);
       if (HAS_SLABS && step == filled && is_first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
     }
@@ -119,6 +150,7 @@ __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps&
     if (is_elected()) produce(args, maps, shared, rank, tile);
     return;
   }
+  wait_for_operands();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
   if (warp == 1) {
     produce_vectors(args, memory, shared, rank);
@@ -431,10 +463,6 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   } else {
     __syncthreads();
   }
-  // Under programmatic dependent launch everything up to here ran beside the end of the previous kernel, whose results
-  // this one may read and whose operands it may overwrite.
-  wait_for_kernel_before();
-  let_kernel_behind_start();
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == ALL_GROUPS) {
@@ -442,6 +470,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
     serve(args, maps, onnxfuse_shared, shared, rank, first);
   } else {
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+    wait_for_operands();
     consume(args, maps, onnxfuse_shared, shared, rank, group);
   }
 }

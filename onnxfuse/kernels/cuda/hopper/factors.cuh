@@ -78,9 +78,15 @@ __device__ __forceinline__ void load_piece(unsigned rhs, unsigned full, const On
   }
 }
 
-__device__ __forceinline__ void load_stage(unsigned shared, unsigned stage, unsigned full,
-                                           const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int k,
-                                           int rank, bool brings_rhs) {
+__device__ __forceinline__ void load_rhs(unsigned shared, unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                         const Maps& maps, const OutTile& tile, int k, int rank) {
+  const unsigned rhs = rhs_of(shared, stage, k / BLOCK_K);
+  load_piece<MainPiece>(rhs, full, args, maps, tile, k, rank);
+  if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(rhs, full, args, maps, tile, k, rank);
+}
+
+__device__ __forceinline__ void load_lhs(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps,
+                                         const OutTile& tile, int k, int rank) {
   constexpr int LHS_ROWS = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_ROWS : 0;
   const unsigned short blocks = ClusterPlace(rank).with_rows();
@@ -106,10 +112,6 @@ __device__ __forceinline__ void load_stage(unsigned shared, unsigned stage, unsi
       load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, x, lhs_column, place, blocks);
     }
   }
-  if (!brings_rhs) return;
-  const unsigned rhs = rhs_of(shared, stage, k / BLOCK_K);
-  load_piece<MainPiece>(rhs, full, args, maps, tile, k, rank);
-  if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(rhs, full, args, maps, tile, k, rank);
 }
 
 // acc = lhs * rhs over all of the block's k.

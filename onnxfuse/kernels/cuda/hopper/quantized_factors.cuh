@@ -68,13 +68,17 @@ static_assert(SHARING == 1 && (K_GROUPS == 1 || !APART), "blocks share no loads,
 
 __device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&, bool) { return SCALES_OFFSET; }
 
-__device__ __forceinline__ void load_stage(unsigned, unsigned stage, unsigned full, const OnnxfuseArguments& args,
-                                           const Maps& maps, const OutTile& tile, int k, int, bool) {
+__device__ __forceinline__ void load_lhs(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps,
+                                         const OutTile& tile, int k, int) {
   const BatchPlace place(args.lhs, args.lhs_outer, tile.batch, false);
 #pragma unroll
   for (int atom = 0; atom < BLOCK_K / ATOM_K; ++atom) {
     load_box(stage + atom * ATOM_BYTES, maps.lhs, full, k + atom * ATOM_K, tile.column, place.batch);
   }
+}
+
+__device__ __forceinline__ void load_rhs(unsigned, unsigned stage, unsigned full, const OnnxfuseArguments&, const Maps& maps,
+                                         const OutTile& tile, int k, int) {
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     load_box(stage + ACTIVATION_BYTES + part * PART_BYTES, maps.rhs[part], full, k * BITS / 8, tile.row, 0);

@@ -25,13 +25,18 @@ static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 256 && BLOCK_M <= 256, "one wgmma a
 
 __device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&, bool) { return STAGE_BYTES; }
 
-__device__ __forceinline__ void load_stage(unsigned, unsigned stage, unsigned full, const OnnxfuseArguments& args,
-                                           const Maps& maps, const OutTile& tile, int k, int rank, bool) {
+__device__ __forceinline__ void load_lhs(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps,
+                                         const OutTile& tile, int k, int rank) {
   const ClusterPlace own(rank);
   const BatchPlace activations(args.lhs, args.lhs_outer, tile.batch, false);
   const int first = own.down * (BLOCK_N / CLUSTER_M);
   load<(CLUSTER_M > 1), false>(stage + first * ROW_BYTES, maps.lhs, full, k, tile.column + first, activations,
                                own.with_columns());
+}
+
+__device__ __forceinline__ void load_rhs(unsigned, unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                         const Maps& maps, const OutTile& tile, int k, int rank) {
+  const ClusterPlace own(rank);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     const BatchPlace weight(args.rhs[part], args.rhs_outer, tile.batch, false);
