@@ -286,12 +286,15 @@ def _check_levels(fusion: Pointwise, tensor: Tensor, loop: Axes, most: int) -> N
         raise NotFusable("axes_do_not_flatten", fusion.anchor, detail)
 
 
+def _dimension(tensor: Tensor, axis: str) -> int:
+    return next(index for index, dim in enumerate(tensor.dims) if axis in dim)
+
+
 def _adjacent(fusion: Pointwise, tensor: Tensor, outer: str, inner: str) -> bool:
     """Whether one stride steps through both axes of a tensor."""
     axes = stepped(fusion, tensor.axes)
     if outer not in axes or inner not in axes:
         return outer not in axes and inner not in axes
-    window = () if tensor.wide is None else tensor.dims[tensor.wide[0]]
-    if inner in window and outer not in window:  # what is beside it lies between
-        return False
+    if tensor.wide is not None and _dimension(tensor, outer) < tensor.wide[0] <= _dimension(tensor, inner):
+        return False  # what is beside the window lies between
     return axes.index(inner) == axes.index(outer) + 1

@@ -212,6 +212,9 @@ def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
         return size
     if isinstance(size, int) and start == 0 and step == 1 and isinstance(end, str):
         return symbolic.at_most(end, size)
+    count = symbolic.before_the_end(start)  # of a table's last rows, as of ALiBi's biases
+    if isinstance(size, int) and count is not None and step == 1 and _is_everything(size, end):
+        return symbolic.at_most(count, size)
     return symbolic.function("slice", size, start, end, step)
 
 

@@ -19,6 +19,7 @@ Size = int | str | None
 MAX_LENGTH = 4096  # of a symbol
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
+_NEGATIVE = re.compile(r"\(- 0 (.*)\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+|\([^*]+\)) (-?\d+)\)")  # of an atom, which has no * inside
 _NAME = re.compile(r"[\w.:/]+")  # of a size; no function, which may be negative
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
@@ -141,6 +142,12 @@ def rest(whole: Size, part: Size) -> Size:
 def negative(size: Size) -> Size:
     """What an exporter writes for the last `size` of a dimension."""
     return -size if isinstance(size, int) else function("-", 0, size)
+
+
+def before_the_end(start: Size) -> Size:
+    """How many elements before the end a Slice begins that starts at `negative` of a size; None for any other start."""
+    found = _NEGATIVE.fullmatch(start) if isinstance(start, str) else None
+    return found[1] if found is not None and negative(found[1]) == start else None
 
 
 def window(size: Size, start: int, end: Size) -> Size:

@@ -252,7 +252,7 @@ class Arguments:
     def _computed(self, tensor: gs.Tensor, chain: Chain, first: Operand, beside: Columns) -> Ref:
         """The expression of what a chain makes of its first value."""
         self.passed[tensor.name] = chain.nodes
-        start, _ = chain.window or (0, 0)
+        start = chain.window.start if chain.window else 0
         ref = self._epilogue.moved(self._load(first, beside), start)
         for node in chain.by_numbers:
             numbers = map(self._number, node.inputs)

@@ -80,6 +80,8 @@ def _operand(graph: Graph, names: AxisNames, operand: Operand) -> Tensor:
     if operand.whole is None:
         return names.tensor(operand.name, dtype, operand.view)
     *outer, _ = operand.view
+    if operand.step > 1:
+        return replace(names.tensor(operand.name, dtype, operand.view), wide=(len(outer) - 1, operand.whole))
     tensor = names.tensor(operand.name, dtype, (*outer, (Piece(COLUMNS, names.width),)))
     return replace(tensor, wide=(len(outer), operand.whole))
 
@@ -204,8 +206,9 @@ def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]
     """Which columns of an operand a load reads, as `_range` has it; what is the same of every part has no range."""
     if load.offset is None or load.columns is None:
         return None, None
-    if match.operands[load.operand].whole is not None:
-        return None, load.offset
-    if not match.has_windows and not varies_by_part(match.operands[load.operand].view, match.columns):
+    operand = match.operands[load.operand]
+    if operand.whole is not None:
+        return None, load.offset // operand.step
+    if not match.has_windows and not varies_by_part(operand.view, match.columns):
         return None, None
     return _range(match, load.columns, load.offset)

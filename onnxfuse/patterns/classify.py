@@ -96,7 +96,8 @@ def check_parts(match: Match) -> None:
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         split_alike = leaf.columns in (columns, *packed) and not _has_axis_of_parts(operand, leaf.columns, columns)
-        if leaf.offset is not None and operand.whole is None and not (split_alike and is_start(leaf.offset, columns)):
+        split_alike = split_alike and operand.whole is None and is_start(leaf.offset or 0, columns)
+        if leaf.offset is not None and not operand.is_window_of(columns) and not split_alike:
             raise NotFusable("operand_split_differs", match.label, f"{operand.name!r} is split unlike the product")
 
 
@@ -128,7 +129,7 @@ def _check_window(match: Match, whole: int | str) -> None:
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         pieces = [piece for dim in operand.view for piece in dim if is_column(piece)]
-        is_whole = leaf.columns == whole and pieces == [Piece(COLUMNS, whole)]
+        is_whole = leaf.columns == whole and pieces == [Piece(COLUMNS, whole)] and operand.whole is None
         is_own = leaf.columns == match.columns and leaf.offset == 0
-        if leaf.offset is not None and operand.whole is None and not (is_whole or is_own):
+        if leaf.offset is not None and not operand.is_window_of(match.columns) and not (is_whole or is_own):
             raise NotFusable("operand_split_differs", match.label, f"{operand.name!r} is split unlike the product")

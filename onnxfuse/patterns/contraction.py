@@ -170,7 +170,7 @@ def _common(left: Piece, right: Piece, names: tuple[_Names, _Names]) -> Piece:
 def _columns(dims: dict[str, Dim], names: _Names) -> dict[str, Dim]:
     """Columns get axes of their own: one, which may be split into parts, or several."""
     pieces = [piece for dim in dims.values() for piece in dim]
-    if len(dims) == 1 and len(pieces) <= 1:
+    if len(pieces) <= 1:
         called = {piece: Piece(COLUMNS, piece.size) for piece in pieces}
     else:
         called = {piece: Piece(ViewAxis(AxisKind.COLUMNS, (index,)), piece.size) for index, piece in enumerate(pieces)}

@@ -66,13 +66,15 @@ class Operand:
         name: the value's name.
         view: its dimensions in pieces of the product's axes.
         beside: the dimensions of a value that reads it.
-        whole: how many columns it has, of which those that are read are a window; None where they are all.
+        whole: how many places the dimension has of which those that are read are a window; None where they are all.
+        step: columns of a place: 1 where the columns' own dimension is it, all of them where the one before is.
     """
 
     name: str
     view: View
     beside: View
     whole: int | None = None
+    step: int = 1
 
     @property
     def has_columns(self) -> bool:
@@ -81,13 +83,17 @@ class Operand:
 
     def is_read_like(self, other: Operand) -> bool:
         """Whether a kernel reads both alike, beside whichever value."""
-        return (self.view, self.whole) == (other.view, other.whole)
+        return (self.view, self.whole, self.step) == (other.view, other.whole, other.step)
 
     @property
     def has_all_columns(self) -> bool:
         """Whether its last dimension is the value's columns, side by side."""
         last = self.beside[-1]
         return self.view[-1:] == (last,) == ((Piece(COLUMNS, extent(last)),),)
+
+    def is_window_of(self, columns: int | str) -> bool:
+        """Whether a kernel whose parts have so many columns reads a window of it: a place has just as many."""
+        return self.whole is not None and self.step in (1, columns)
 
     @property
     def is_repeated(self) -> bool:

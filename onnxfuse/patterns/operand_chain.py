@@ -2,30 +2,50 @@
 
 The blocks of a diffusion transformer shift and scale rows by ranges of one product's columns, six of them, and add 1 to
 some (adaLN-Zero, Peebles and Xie, 2023). A kernel reads such a range where it lies, and adds 1 to each number as it
-reads it; so neither the Split nor the Add is a launch of its own.
+reads it; so neither the Split nor the Add is a launch of its own. The six may be places of a dimension of their own, as
+where a table of them is added in each block (PixArt, Sana, Wan): such a window is one place of it and all columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.constant_propagation import is_complete
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import Graph, Size
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.patterns.match import Operand
 from onnxfuse.patterns.operand_views import is_stored
 from onnxfuse.patterns.split_bounds import slice_bounds, split_sizes
+from onnxfuse.patterns.views import AxisKind, Piece, ViewAxis
 
 VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze"})
 BY_NUMBERS = {"Add": "add", "Div": "div", "Mul": "mul", "Sub": "sub"}
 """ONNX op -> IR op."""
+TAKES = frozenset({"Gather", "Slice", "Split"})
 MAX_NODES = 8  # before an operand; the corpus has three
+TOP = 2**63 - 1  # the end of any dimension
+ONE_PLACE = (Piece(ViewAxis(AxisKind.BROADCAST), 1),)  # has a name, so that the bridge knows where it begins
 ACCESS = 16  # bytes, the widest access, which a window must not make narrower
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a node takes of a value along one of its dimensions.
+
+    Attributes:
+        start: the first column, where those of the dimension's places are counted one after the other.
+        whole: the dimension's size.
+        step: columns of one place: 1 where it is the dimension of the columns, all where it is the one before.
+    """
+
+    start: int
+    whole: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,12 +55,12 @@ class Chain:
     Attributes:
         base: what the first of them reads.
         nodes: the first one first.
-        window: the first column of those that they take, and how many columns base has; None where they take all.
+        window: what they take of base; None where that is all.
     """
 
     base: gs.Tensor
     nodes: tuple[gs.Node, ...]
-    window: tuple[int, int] | None = None
+    window: Window | None = None
 
     @property
     def by_numbers(self) -> list[gs.Node]:
@@ -82,7 +102,7 @@ def _longer(graph: Graph, chain: Chain, node: gs.Node, is_number: Callable[[gs.T
     if op in BY_NUMBERS:
         base = _computed_from(graph, node, is_number)
         return None if base is None else Chain(base, nodes, chain.window)
-    window = _window(graph, node, chain.base) if op in ("Slice", "Split") and chain.window is None else None
+    window = _window(graph, node, chain.base) if op in TAKES and chain.window is None else None
     return None if window is None else Chain(node.inputs[0], nodes, window)
 
 
@@ -90,8 +110,11 @@ def before(graph: Graph, chain: Chain, operand: Operand) -> Operand:
     """What a chain begins with, along the dimensions that an operand has."""
     shape, own = (graph.shape(name) or () for name in (chain.base.name, operand.name))
     dims = iter([dim for size, dim in zip(own, operand.view, strict=True) if size != 1])
-    view = tuple(() if size == 1 else next(dims) for size in shape)
-    return Operand(str(chain.base.name), view, operand.beside, chain.window and chain.window[1])
+    window = chain.window
+    place = len(shape) - 2 if window and window.step > 1 else None
+    view = tuple(ONE_PLACE if index == place else () if size == 1 else next(dims) for index, size in enumerate(shape))
+    taken = Operand(str(chain.base.name), view, operand.beside)
+    return replace(taken, whole=window.whole, step=window.step) if window else taken
 
 
 def _keeps_sizes(graph: Graph, node: gs.Node) -> bool:
@@ -114,31 +137,64 @@ def _computed_from(graph: Graph, node: gs.Node, is_number: Callable[[gs.Tensor],
     return others[0] if alike else None
 
 
-def _window(graph: Graph, node: gs.Node, made: gs.Tensor) -> tuple[int, int] | None:
-    """The first of the columns that a node makes a value of, and all that it reads; None where it is no such node."""
+def _window(graph: Graph, node: gs.Node, made: gs.Tensor) -> Window | None:
+    """What a node takes of the value that it reads; None where it is no such node."""
     shape, number = graph.shape(node.inputs[0].name), graph.dtype(node.inputs[0].name)
     if not shape or not isinstance(shape[-1], int) or number not in BY_ONNX:
         return None
-    whole = shape[-1]
     try:
-        start = _start(graph, node, made, len(shape), whole)
+        window = _taken(graph, node, made, shape)
     except NotFusable:
         return None
-    if start is None or any(columns * BY_ONNX[number].bytes % ACCESS for columns in (start, whole)):
-        return None
-    return start, whole
+    is_narrow = window and any(columns * BY_ONNX[number].bytes % ACCESS for columns in (window.start, shape[-1]))
+    return None if is_narrow else window
 
 
-def _start(graph: Graph, node: gs.Node, made: gs.Tensor, rank: int, whole: int) -> int | None:
-    """The first column; None where a node takes other dimensions apart.
+def _taken(graph: Graph, node: gs.Node, made: gs.Tensor, shape: tuple[Size, ...]) -> Window | None:
+    """The same of columns, or of one place of the dimension before them.
 
     Raises:
         NotFusable: only the run knows it.
     """
-    if node.op == "Split":
-        index = next(index for index, output in enumerate(node.outputs) if output is made)
-        return sum(split_sizes(graph, node, whole)[:index]) if node.attrs.get("axis", 0) % rank == rank - 1 else None
-    bounds = list(zip(*slice_bounds(graph, node), strict=True))
-    if len(bounds) != 1 or bounds[0][2] % rank != rank - 1 or bounds[0][3] != 1:
+    rank, columns = len(shape), shape[-1]
+    axis = _axis(graph, node) % rank
+    whole = shape[axis]
+    if not isinstance(whole, int) or not isinstance(columns, int) or axis < rank - 2:
         return None
-    return slice(bounds[0][0], bounds[0][1]).indices(whole)[0]
+    start, size = _range(graph, node, made, whole)
+    if axis == rank - 1:
+        return None if node.op == "Gather" else Window(start, whole)
+    return Window(start * columns, whole, columns) if size == 1 < columns else None
+
+
+def _axis(graph: Graph, node: gs.Node) -> int:
+    """Along which a node takes something; of several the first."""
+    return slice_bounds(graph, node)[2][0] if node.op == "Slice" else int(node.attrs.get("axis", 0))
+
+
+def _range(graph: Graph, node: gs.Node, made: gs.Tensor, whole: int) -> tuple[int, int]:
+    """The first place and how many a node takes.
+
+    Raises:
+        NotFusable: only the run knows it, or it takes other dimensions apart as well, or several places apart.
+    """
+    if node.op == "Split":
+        index, sizes = [*map(id, node.outputs)].index(id(made)), split_sizes(graph, node, whole)
+        return sum(sizes[:index]), sizes[index]
+    starts, ends, axes, steps = _place(graph, node) if node.op == "Gather" else slice_bounds(graph, node)
+    if len(axes) != 1 or steps != [1]:
+        raise NotFusable("strided_slice", "", "a range of several dimensions, or with a step")
+    first, end, _ = slice(starts[0], ends[0]).indices(whole)
+    return first, end - first
+
+
+def _place(graph: Graph, node: gs.Node) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The bounds of the place that a Gather takes.
+
+    Raises:
+        NotFusable: it takes several, or which one is not known before the run.
+    """
+    places = graph.known_integers(node.inputs[1])
+    if places is None or len(places) != 1:
+        raise NotFusable("bounds_not_constant", "", "the place is not known before the run")
+    return places, [places[0] + 1 or TOP], [0], [1]

@@ -8,8 +8,9 @@ makes it, of rows alone, is the kernel's as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import onnx_graphsurgeon as gs
 
@@ -27,6 +28,7 @@ from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match, ProductlessMatch, without_product
 from onnxfuse.patterns.match_checks import check_reads
+from onnxfuse.patterns.operand_views import SCALES
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import View
@@ -50,12 +52,27 @@ def rotations(graph: Graph, points: InsertionPoints) -> Iterator[tuple[Match, Po
 
 
 def reserved_rotations(graph: Graph, points: InsertionPoints) -> frozenset[int]:
-    """The nodes that turn a range of another value: a product that took the first of them would leave the others."""
+    """The nodes that turn a range of another value: a product that took the first of them would leave the others.
+
+    Not what moves and scales it behind that: an attention reads its query and its keys through it.
+    """
     found: set[int] = set()
     for x in _turned(graph):
         first = next(_matches(graph, points, x), None) if _is_range(x) else None
-        found.update(() if first is None else first[0].nodes)
+        found.update(() if first is None else _before_moves(graph, first[0].nodes))
     return frozenset(found)
+
+
+def _before_moves(graph: Graph, nodes: Sequence[int]) -> Sequence[int]:
+    """The nodes up to where a Transpose or a number is the first of what only moves or scales the last one's result."""
+    moves = list(takewhile(lambda index: _moves_or_scales(graph, graph.nodes[index]), reversed(nodes)))
+    first = next((index for index in reversed(moves) if graph.nodes[index].op in (*SCALES, "Transpose")), None)
+    return nodes if first is None else nodes[: nodes.index(first)]
+
+
+def _moves_or_scales(graph: Graph, node: gs.Node) -> bool:
+    numbers = [tensor for tensor in node.inputs if graph.shape(tensor.name) in ((), (1,))]
+    return node.op in MOVED or (node.op in SCALES and len(numbers) == 1)
 
 
 def _is_range(x: gs.Tensor) -> bool:
@@ -75,7 +92,7 @@ def _turned(graph: Graph) -> list[gs.Tensor]:
             part = next(iter(_made(part, "Squeeze")), part)
             wholes = [_before_slices_of_all(graph, each) for each in _made(part, *TAKES_APART)[:1]]
             wholes = [*(each for whole in wholes for each in _made(whole, "Reshape")[:1]), *wholes]
-            wholes += [each for whole in wholes for each in _before_casts(whole)]
+            wholes = [each for whole in wholes for each in (*_before_casts(whole), whole)]
             found |= {each.name: each for each in wholes if len(each.inputs) == 1}
     return list(found.values())
 

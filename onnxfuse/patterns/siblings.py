@@ -16,7 +16,7 @@ def siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]]
     for product in products:
         alone = None if product.is_weight else product.out
         form = product.quantized.form if product.quantized else None
-        key = (alone, product.lhs, product.dtype, product.k, _rows(product), form)
+        key = (alone, product.lhs, product.dtype, product.k, _rows(product), _batch(product), form)
         groups.setdefault(key, []).append(product)
     chunks = [chunk for group in groups.values() for chunk in _chunks(graph, group)]
     return sorted(chunks, key=lambda group: graph.index(group[-1].node), reverse=True)
@@ -71,3 +71,9 @@ def _reached(graph: Graph, product: Product) -> set[int]:
 def _rows(product: Product) -> tuple[Piece, ...]:
     """The pieces of its rows, in whichever dimensions: a Gemm has all of them in one."""
     return tuple(piece for dim in product.row_view for piece in dim if piece.size != 1)
+
+
+def _batch(product: Product) -> tuple[Piece, ...]:
+    """Those of the rows along which rhs has matrices of its own: all matrices of a kernel have them, or none."""
+    own = {piece for dim in product.rhs_view for piece in dim}
+    return tuple(piece for piece in _rows(product) if piece in own)

@@ -26,7 +26,7 @@ from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_tile import PointwiseTile
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.variant import AnyVariant
-from tests.helpers.adaptive_models import RANGES, Ranges, adaptive
+from tests.helpers.adaptive_models import PLACES, RANGES, Ranges, adaptive
 from tests.helpers.bridge_hooks import Arguments, Node, bridge
 from tests.helpers.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.helpers.onnx_build import BOOL, FLOAT, Builder
@@ -457,7 +457,7 @@ def test_rows_are_normalised_with_what_is_behind(behind, variant: int, tmp_path:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("rows", [("batch", "rows"), (7, 3)])
-@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("ranges", [*RANGES, *PLACES])
 def test_ranges_of_a_condition_are_read_where_they_lie(
     ranges: Ranges, rows: tuple[int | str, int | str], variant: int, tmp_path: Path
 ) -> None:

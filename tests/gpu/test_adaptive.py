@@ -15,7 +15,7 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.strategy import Strategy
 from tests.gpu.test_padded_rows import of_family
 from tests.gpu.test_rotation import check
-from tests.helpers.adaptive_models import RANGES, Ranges, adaptive, unsqueezed_behind
+from tests.helpers.adaptive_models import PLACES, RANGES, Ranges, adaptive, unsqueezed_behind
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ DTYPES = [FLOAT16, BFLOAT16, FLOAT]
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("ranges", [*RANGES, *PLACES])
 def test_planned_kernels(ranges: Ranges, dtype: int, width: int, tmp_path: Path) -> None:
     model = adaptive(ranges, dtype, width)
     fused, report = onnxfuse.optimize(model, arch="native")

@@ -304,6 +304,12 @@ def convolved_causally(b: Builder, x: str) -> str:
     return b("Slice", t, b.integers(0), *shape_of(b, x, 1), b.integers(2))
 
 
+def last_of_a_table(b: Builder, x: str) -> str:
+    """As many rows of a table of four as a sequence has, from its end: ALiBi's biases."""
+    start = b("Neg", *shape_of(b, x, 1))
+    return b("Slice", b.array(np.ones((4, 8))), start, b.integers(2**63 - 1), b.integers(0), b.integers(1))
+
+
 def last_rows(b: Builder, x: str) -> str:
     rows = b("Neg", b("Sub", b("Add", *shape_of(b, x, 1), b.integers(3)), b.integers(3)))
     return b("Slice", x, rows, b.integers(2**63 - 1), b.integers(1))
@@ -423,6 +429,7 @@ CHAINS = {
     "windows": padded_to_windows,
     "causal": convolved_causally,
     "last": last_rows,
+    "last_of_a_table": last_of_a_table,
     "sizes": merged_to_sizes_of_a_split,
     "padded_rows": lambda b, x: b("Pad", x, b.integers(1, 2), "", b.integers(1)),
     "einsum": lambda b, x: b("Einsum", x, x, equation="bsk,btk->bst"),
@@ -503,6 +510,7 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("windows", ("B", "S", 9)),
         ("causal", ("B", 8, "S")),
         ("last", ("B", "S", 8)),
+        ("last_of_a_table", (symbolic.at_most("S", 4), 8)),
         ("padded_rows", ("B", "(+ S 3)", 8)),
         ("einsum", ("B", "S", "S")),
         ("einsum_of_any_batch", ("B", "S", "S")),

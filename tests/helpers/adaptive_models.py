@@ -42,7 +42,35 @@ def sliced(b: Builder, modulation: str, width: int, count: int) -> list[str]:
     return [b("Slice", rows, b.integers(start), b.integers(end), b.integers(2)) for start, end in bounds]
 
 
+def places(b: Builder, modulation: str, width: int, count: int) -> list[str]:
+    """`modulation.reshape(-1, count, width).chunk(count, dim=1)`."""
+    rows = b("Reshape", modulation, b.integers(-1, count, width))
+    return list(b("Split", rows, outputs=count, axis=1, num_outputs=count))
+
+
+def places_of_a_table(b: Builder, modulation: str, width: int, count: int) -> list[str]:
+    """`(table[None] + modulation.reshape(-1, count, width)).chunk(count, dim=1)`, as PixArt, Sana and Wan have it."""
+    table = b.array(draw(1, count, width), "table")
+    rows = b("Add", table, b("Reshape", modulation, b.integers(-1, count, width)))
+    return list(b("Split", rows, outputs=count, axis=1, num_outputs=count))
+
+
+def sliced_places(b: Builder, modulation: str, width: int, count: int) -> list[str]:
+    """The same as TorchScript writes it, the last one to the end."""
+    rows = b("Reshape", modulation, b.integers(-1, count, width))
+    ends = [*range(1, count), TOP]
+    return [b("Slice", rows, b.integers(index), b.integers(end), b.integers(1)) for index, end in enumerate(ends)]
+
+
+def unbound_places(b: Builder, modulation: str, width: int, count: int) -> list[str]:
+    """`[part[:, None] for part in modulation.reshape(-1, count, width).unbind(1)]`, the last one as -1."""
+    rows = b("Reshape", modulation, b.integers(-1, count, width))
+    indices = [*range(count - 1), -1]
+    return [b("Unsqueeze", b("Gather", rows, b.scalar(index), axis=1), b.integers(1)) for index in indices]
+
+
 RANGES: list[Ranges] = [unsqueezed_behind, unsqueezed_before, reshaped, sliced]
+PLACES: list[Ranges] = [places, places_of_a_table, sliced_places, unbound_places]
 
 
 def product(b: Builder, x: str, k: int, n: int, name: str) -> str:

@@ -61,8 +61,9 @@ OPS = {
 
 def spread(tensor: Tensor, value: np.ndarray, axes: tuple[str, ...], sizes: dict[str, int]) -> np.ndarray:
     """The tensor as an array over `axes` (size 1 where it lacks one), found by splitting its dimensions into axes."""
-    own = value.reshape([sizes[axis] for axis in tensor.axes])
-    order = [tensor.axes.index(axis) for axis in axes if axis in tensor.axes]
+    named = [axis for axis in tensor.axes if axis in axes or sizes[axis] != 1]  # one place of a window has a name too
+    own = value.reshape([sizes[axis] for axis in named])
+    order = [named.index(axis) for axis in axes if axis in named]
     own = own.transpose(order)
     return own.reshape([sizes[axis] if axis in tensor.axes else 1 for axis in axes])
 

@@ -229,6 +229,13 @@ def rows_to_image(b: Builder) -> str:
     return b("Add", t, b.input("residual", ("batch", 8, "height", "width")))
 
 
+def rows_to_one_column(b: Builder) -> str:
+    """A sequence as an image of one column, which the convolution's other axis of columns is."""
+    x = b("Transpose", b.input("x", ("batch", "rows", DEPTH)), perm=(0, 2, 1))
+    t = b("Conv", b("Unsqueeze", x, b.integers(-1)), b.array(draw(8, DEPTH, 1, 1), "weight"), kernel_shape=[1, 1])
+    return b("Transpose", b("Squeeze", b("Relu", t), b.integers(-1)), perm=(0, 2, 1))
+
+
 def einsum_scores(b: Builder) -> str:
     t = b("Einsum", b.input("q", Q), b.input("k", K), equation="bhqd,bhkd->bhqk")
     return b("Add", b("Mul", t, b.array(0.5)), b.input("mask", ("batch", 1, "rows", "keys")))
@@ -303,7 +310,8 @@ FORMS = [
     image_activated, image_of_the_weights_size, image_of_a_bias_spelled_out, image_residual, image_of_scales,
     sequence_activated,
     volume_activated, image_to_rows, image_normalized, rows_normalized, sequence_normalized, positions_normalized,
-    rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
+    rows_to_image, rows_to_one_column,
+    einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     einsum_of_any_batch, einsum_of_columns_first, einsum_scores_of_unsplit_heads, einsum_out_of_unsplit_heads,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_its_own_shape, attention_out_of_computed_shape,
@@ -442,6 +450,7 @@ def fused(form) -> Fusion:
         (image_residual, "m k 1 1", "b k n1 n2", ["m", "b m n1 n2"], "b m n1 n2"),
         (image_to_rows, "m k 1 1", "b k n1 n2", ["m"], "b (n1 n2) m"),
         (rows_to_image, "m k 1 1", "b n1 n2 k", ["b m n1 n2"], "b m n1 n2"),
+        (rows_to_one_column, "m k 1 1", "b n k", [], "b n m"),
         (einsum_scores, "b h m k", "b h n k", ["b 1 m n"], "b h m n"),
         (einsum_of_heads, "b m k1 k2", "k1 k2 n", [], "b m n"),
         (einsum_of_columns_first, "b h m k", "b h n k", [], "b h m n"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx
 import pytest
 
 from onnxfuse.device import resolve
+from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import PART_AXIS
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import analyse_model
@@ -15,11 +18,13 @@ from tests.helpers.rotary_models import (
     HEAD,
     HEADS,
     ROTATIONS,
+    TOP,
     K,
     Rotate,
     Turning,
     by_halves,
     feed,
+    half,
     in_pairs,
     in_rows,
     sliced,
@@ -104,3 +109,48 @@ def test_what_turns_nothing_is_no_rotation() -> None:
     first, second = b("Split", x, outputs=2, axis=-1, num_outputs=2)
     model = b.model(b("Concat", b("Neg", second), first, axis=-1), b("Neg", first))
     assert not analyse_model(model, resolve("sm_90a", list)).sites
+
+
+def block_of_patches(dtype: int, rows: int | str) -> onnx.ModelProto:
+    """An attention over the patches of images as Qwen-VL's have it: no batch, heads behind the rows, turned in fp32."""
+    b = Builder(dtype, opset=18)
+    x = b.input("x", (rows, K))
+    packed = b("MatMul", x, b.array(draw(K, 3 * HEADS * HEAD) / K**0.5, "weight"))
+    parts = b("Transpose", b("Reshape", packed, b.integers(-1, 3, HEADS, HEAD)), perm=[1, 0, 2, 3])
+    q, k, v = (b("Squeeze", part, b.integers(0)) for part in b("Split", parts, outputs=3, axis=0, num_outputs=3))
+    q, k = (b("Cast", turned_in_fp32(b, each, rows), to=dtype) for each in (q, k))
+    q, k, v = (b("Unsqueeze", b("Transpose", each, perm=[1, 0, 2]), b.integers(0)) for each in (q, k, v))
+    scale = b.array(np.array(HEAD**-0.25))
+    scores = b("MatMul", b("Mul", q, scale), b("Mul", b("Transpose", k, perm=[0, 1, 3, 2]), scale))
+    out = b("Transpose", b("MatMul", b("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3])
+    return b.model(b("Reshape", out, b.integers(-1, HEADS * HEAD)))
+
+
+def turned_in_fp32(b: Builder, x: str, rows: int | str) -> str:
+    """`x.float() * cos + rotate_half(x.float()) * sin`, of tables without heads."""
+    known = {value.name for value in b.inputs}
+    cos, sin = (name if name in known else b.input(name, (rows, 1, HEAD), FLOAT) for name in ("cos", "sin"))
+    wide = b("Cast", x, to=FLOAT)
+    first, second = half(b, wide, 0, HEAD // 2), half(b, wide, HEAD // 2, TOP)
+    other = b("Concat", b("Neg", second), first, axis=-1)
+    return b("Add", b("Mul", wide, cos), b("Mul", other, sin))
+
+
+@pytest.mark.parametrize("rows", [24, "rows"])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_an_attention_reads_through_what_is_behind_what_turns(dtype: int, rows: int | str) -> None:
+    """What moves and scales keys is the attention's, and no kernel stores them with their columns apart."""
+    model = block_of_patches(dtype, rows)
+    analysis = analyse_model(model, resolve("sm_90a", list), keep_weights=True)
+    assert sorted(site.fusion.pattern for site in analysis.sites) == [
+        *("attention", "column_ranges", "rotation", "rotation")
+    ]
+    (attention,) = [site.fusion for site in analysis.sites if isinstance(site.fusion, Attention)]
+    assert attention.keys.axes[-1] == "k"
+    fused = rewritten(analysis)
+    assert not {node.op_type for node in fused.graph.node if not node.domain}
+    given = {value.name: draw(24, *((K,) if value.name == "x" else (1, HEAD))) for value in model.graph.input}
+    given = {name: value.astype(np.float16 if name == "x" and dtype == FLOAT16 else np.float32)
+             for name, value in given.items()}  # fmt: skip
+    for before, after in zip(run(model, given), run(fused, given), strict=True):
+        assert before.tobytes() == after.tobytes()

@@ -313,3 +313,25 @@ def test_projections_whose_heads_are_normalised_are_siblings() -> None:
 @pytest.mark.parametrize(("one", "pays"), [([3.0, 4.0], True), ([3.0, 5.1], False)])
 def test_beside_bare_products_one_kernel_is_slower_at_no_size(one: list[float], pays: bool) -> None:
     assert is_nowhere_slower({DEVICE: one}, {DEVICE: [[2.0, 2.0], [2.0, 3.0]]}) is pays
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_of_each_batch_shares_no_kernel_with_one_of_all(turned: bool) -> None:
+    """What is a batch for one is rows for the other, and a kernel walks one of the two."""
+    b = Builder()
+    x = b.input("x", (2, "rows", K))
+    weights = [b.array(draw(2, K, 8)), b.array(draw(K, 8))]
+    model = b.model(*(b("Relu", b("MatMul", x, weight)) for weight in weights[:: -1 if turned else 1]))
+    matches = joined(model)
+    assert [len(fusion.rhs) for _, fusion in matches] == [1, 1]
+    for _, fusion in matches:
+        check_meaning(model, fusion, FEED)
+
+
+def test_weights_of_each_batch_share_a_kernel() -> None:
+    b = Builder()
+    x = b.input("x", (2, "rows", K))
+    model = b.model(*(b("Relu", b("MatMul", x, b.array(draw(2, K, 8, seed=seed)))) for seed in range(2)))
+    ((_, fusion),) = joined(model)
+    assert [rhs.einops for rhs in fusion.rhs] == ["b k n", "b k n"]
+    check_meaning(model, fusion, FEED)
