@@ -90,7 +90,8 @@ def _parse(path: Path) -> ModelProto:
     if path.is_dir():
         raise ModelError(f"{path}: is a folder; name a model in it")
     if not path.is_file():
-        raise ModelError(f"{path}: no such file")
+        what = "is a pipe or a device, and a model is read more than once; save it" if path.exists() else "no such file"
+        raise ModelError(f"{path}: {what}")
     proto = ModelProto()
     try:
         data = path.read_bytes()
