@@ -165,20 +165,23 @@ def test_a_transpose_names_each_axis_once(perm: list[int]) -> None:
         onnxfuse.optimize(model, arch="sm_80")
 
 
-def beside(op: str, other: tuple[int, ...]) -> ModelProto:
-    """What a product makes, [6, 8], meets another shape between it and the next."""
+def beside(op: str, other: tuple[int, ...], last: bool = False) -> ModelProto:
+    """What a product makes, [6, 8], meets another shape between it and the next, or as the last of the model."""
     b = Builder()
     x = b("Relu", b("MatMul", b.input("x", (6, 4)), b.array(np.zeros((4, 8)), "w")))
     mask = [b("Cast", x, to=TensorProto.BOOL)] if op == "Where" else []
     met = b(op, *mask, x, b("Abs", b.input("beside", other)))
+    if last:
+        return b.model(met)
     return b.model(b("Relu", b("MatMul", met, b.array(np.zeros((8, 8)), "last"))))
 
 
 @pytest.mark.parametrize("op", ["Add", "Mul", "Where"])
 @pytest.mark.parametrize("other", [(7,), (5, 8), (2, 5, 1)])
-def test_shapes_that_do_not_broadcast_are_named(op: str, other: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_shapes_that_do_not_broadcast_are_named(op: str, other: tuple[int, ...], last: bool) -> None:
     """ONNX's shape inference passes over them and knows nothing of what is behind; no runtime loads the model."""
-    model = beside(op, other)
+    model = beside(op, other, last)
     name = next(node.name for node in model.graph.node if node.op_type == op)
     with pytest.raises(ModelError, match=re.escape(f"{name} ({op}): the shapes of its inputs do not broadcast")):
         onnxfuse.optimize(model, arch="sm_80")
@@ -188,8 +191,9 @@ def test_shapes_that_do_not_broadcast_are_named(op: str, other: tuple[int, ...])
 
 @pytest.mark.parametrize("op", ["Add", "Mul", "Where"])
 @pytest.mark.parametrize("other", [(8,), (1, 8), (6, 1), (2, 6, 8)])
-def test_shapes_that_broadcast_are_none_of_those(op: str, other: tuple[int, ...]) -> None:
-    model = beside(op, other)
+@pytest.mark.parametrize("last", [False, True])
+def test_shapes_that_broadcast_are_none_of_those(op: str, other: tuple[int, ...], last: bool) -> None:
+    model = beside(op, other, last)
     onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     rewritten(analyse_model(model, resolve("sm_80", list)))
 
