@@ -15,6 +15,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, Tenso
 from onnx.shape_inference import infer_shapes
 
 from onnxfuse.dtypes import FED_BY_ONNX
+from onnxfuse.graph import group_query
 from onnxfuse.graph.archive import unpack
 from onnxfuse.graph.external_data import read_data
 from onnxfuse.graph.extract import KERNELS, Ports, site_model
@@ -322,6 +323,22 @@ def _shapes_of(nodes: Sequence[NodeProto], site: DistinctNode) -> dict[str, list
     model = helper.make_model(helper.make_graph(nodes, "restoring", values, []), opset_imports=site.body.opset_import)
     made = infer_shapes(model, data_prop=True).graph.value_info
     return {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in made}
+
+
+def lengths_of(site: DistinctNode) -> dict[str, int]:
+    """The last key's place, by the input that tells it of each sequence: what a GroupQueryAttention would refuse drawn.
+
+    The number of keys is a dimension of an input, which a body has of its Shape.
+    """
+    shapes, makers = {name: shape for name, _, shape in site.inputs}, {}
+    for node in site.body.node:
+        makers.update(dict.fromkeys(node.output, node))
+        if (node.domain, node.op_type) == (group_query.DOMAIN, group_query.OP):
+            value = node.input[group_query.TOTAL]
+            while value in makers:
+                value = makers[value].input[0]
+            return {node.input[group_query.LENGTHS]: shapes[value][-1] - 1}
+    return {}
 
 
 OPSETS = (OperatorSetIdProto(domain="", version=17),)

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import ModelProto, TensorProto, numpy_helper
 
+from onnxfuse.bench.bench import bench
 from onnxfuse.device import resolve
 from onnxfuse.graph.fallback_body import RESTORING
 from onnxfuse.graph.functions import DOMAIN
@@ -18,6 +19,7 @@ from onnxfuse.pipeline import analyse_model
 from tests.end_to_end.test_dequantized_weights import model_of
 from tests.end_to_end.test_quantized_models import any_family as any_family
 from tests.end_to_end.test_weight_order import everywhere as everywhere
+from tests.helpers.genai_decoder import decoder
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import of_sizes, run
 from tests.helpers.padded_models import as_it_lies, batched, built, gate_of_two, plain
@@ -85,3 +87,16 @@ def test_integers_that_no_run_is_given_have_no_original_nodes(element: int, turn
     model = model_of(element, turned, zero_points=True)
     fused = rewritten(analyse_model(model, resolve("sm_90a", list)), transposed=True)
     assert set(site_models(site_of(model, fused, tmp_path), 1)) == {AFTER}
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.FLOAT])
+def test_a_caches_lengths_are_those_of_its_keys(dtype: int, tmp_path: Path) -> None:
+    """Drawn numbers are lengths that ONNX Runtime refuses, or that lie outside of the cache."""
+    model = decoder(dtype)
+    fused = rewritten(analyse_model(model, resolve("sm_90a", list)), transposed=True)
+    onnx.save(model, tmp_path / "model.onnx")
+    onnx.save(fused, tmp_path / "fused.onnx")
+    result = bench(tmp_path / "model.onnx", tmp_path / "fused.onnx", device="cpu", runs=1, warmup=0, per_site=True)
+    cached = [site for site in result.sites if "GroupQueryAttention" in site.replaces]
+    assert bool(cached) == (dtype == TensorProto.FLOAT16)
+    assert all(site.before and site.after for site in result.sites)
