@@ -214,7 +214,7 @@ def _feeds(
     """The inputs of each run, checked."""
     if inputs is not None:
         for given in [inputs] if isinstance(inputs, Mapping) else inputs:
-            yield make_feeds(specs, given, shapes)
+            yield make_feeds(specs, given, shapes, symbols={symbol: several[0] for symbol, several in sizes.items()})
         return
     for run in range(max(runs, *map(len, sizes.values()), 1)):
         symbols = {symbol: several[run % len(several)] for symbol, several in sizes.items()}

@@ -16,10 +16,11 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import onnxfuse
 from onnxfuse.device import resolve
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.graph.save import save_model
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.verify.verify import verify
 from tests.helpers import corpus
 from tests.helpers.matching import gate, linear, split_sizes
 from tests.helpers.onnx_build import Builder
@@ -317,6 +318,33 @@ def test_two_versions_of_one_operator_set_are_refused() -> None:
         load_model(model)
     model.opset_import[-1].version = model.opset_import[0].version
     load_model(model)
+
+
+@pytest.mark.parametrize("rows", [2**48, 2**62])  # more than an address says, and than 64 bits count
+def test_inputs_larger_than_memory_are_one_line(rows: int, tmp_path: Path) -> None:
+    b, path = Builder(), tmp_path / "model.onnx"
+    onnx.save(b.model(b("Relu", b.input("x", ("rows", 4)))), path)
+    for options in ({"shapes": {"x": [rows, 4]}}, {"sizes": {"rows": [rows]}}):
+        with pytest.raises(SettingError, match=re.escape(f"input 'x': memory does not hold the shape [{rows}, 4]")):
+            verify(path, path, **options)
+
+
+def test_sizes_are_for_random_inputs(tmp_path: Path) -> None:
+    b, path = Builder(), tmp_path / "model.onnx"
+    onnx.save(b.model(b("Relu", b.input("x", ("rows", 4)))), path)
+    for given in ({"shapes": {"x": [3, 4]}}, {"sizes": {"rows": [3]}}):
+        with pytest.raises(SettingError, match="are for random inputs"):
+            verify(path, path, inputs={"x": np.zeros((2, 4), np.float32)}, **given)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_tensor_that_is_stored_twice_is_named(count: int) -> None:
+    b = Builder()
+    weights = [np.full((4, 4), index, np.float32) for index in range(count)]
+    model = b.model(b("Relu", b("MatMul", b.input("x", (2, 4)), b.array(weights[0], "w"))))
+    model.graph.initializer.extend(numpy_helper.from_array(each, "w") for each in weights[1:])
+    with pytest.raises(ModelError, match=re.escape(f"the initializer 'w' is stored {count} times")):
+        onnxfuse.optimize(model, arch="sm_80")
 
 
 def test_a_shape_larger_than_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
