@@ -12,6 +12,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph.cycles import place_in_a_cycle
 from onnxfuse.graph.fallback_body import fallback_body
+from onnxfuse.graph.functions import count_fused
 from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.graph.load import data_bytes
 from onnxfuse.graph.op_names import POOL_SIZE, named
@@ -292,10 +293,11 @@ def optimize_model(
         replacement(implementation, name) for implementation, name in zip(implementations, names, strict=True)
     ]
     before, weights = count_nodes(analysis.model.proto), _bytes_of_transposed(analysis)
+    own = count_fused(analysis.model.proto)
     proto = rewrite(analysis.model.proto, replacements, archive, describe(implementations, names))
     if not to_save:
         put_in_order(proto)
-    return proto, _report(analysis, before, count_nodes(proto), weights)
+    return proto, _report(analysis, before, count_nodes(proto), weights, own)
 
 
 def make_report(analysis: Analysis) -> Report:
@@ -303,10 +305,13 @@ def make_report(analysis: Analysis) -> Report:
     replacements = [replacement(site.implementation, str(number)) for number, site in enumerate(analysis.sites)]
     fused = rewrite(skeleton_of(analysis.model.proto), replacements, b"")
     before = count_nodes(analysis.model.proto)
-    return _report(analysis, before, count_nodes(fused), _bytes_of_transposed(analysis))
+    own = count_fused(analysis.model.proto)
+    return _report(analysis, before, count_nodes(fused), _bytes_of_transposed(analysis), own)
 
 
-def _report(analysis: Analysis, nodes_before: int, nodes_after: int, weights: Mapping[str, int]) -> Report:
+def _report(
+    analysis: Analysis, nodes_before: int, nodes_after: int, weights: Mapping[str, int], already_fused: int
+) -> Report:
     path, architectures = analysis.model.path, tuple(device.arch for device in analysis.devices)
     return Report(
         None if path is None else str(path),
@@ -317,6 +322,7 @@ def _report(analysis: Analysis, nodes_before: int, nodes_after: int, weights: Ma
         nodes_after,
         weights,
         _padding(analysis, weights),
+        already_fused,
     )
 
 

@@ -150,6 +150,9 @@ def print_report(report: Report) -> None:
     of = f" ({', '.join(f'{count} {pattern}' for pattern, count in patterns)})" if patterns else ""
     left = f", {len(report.skipped)} left alone" if report.skipped else ""
     _print(f"{len(report.fused)} fused{of}{left}; nodes {report.nodes_before} -> {report.nodes_after}")
+    if report.already_fused:
+        what = "node is" if report.already_fused == 1 else "nodes are"
+        _print(f"{report.already_fused} {what} an earlier run's and left alone; other options need the original model")
     if report.transposed:
         megabytes = sum(report.transposed.values()) / 1e6
         what = "weight" if len(report.transposed) == 1 else "weights"

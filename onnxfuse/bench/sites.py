@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from onnxfuse.bench.contender import open_on
@@ -21,6 +22,7 @@ from onnxfuse.graph.fused_nodes import (
     SHAPE_OF,
     DistinctNode,
     copy_model,
+    lengths_of,
     product_model,
     read_sites,
     site_models,
@@ -137,7 +139,7 @@ def _shapes(
 
 
 def _time_site(site: DistinctNode, rates: Rates) -> SiteTimes:
-    inputs, outputs = _as_ports(site.inputs, site.weights), _as_ports(site.outputs)
+    inputs, outputs = _as_ports(site.inputs, site.weights, lengths_of(site)), _as_ports(site.outputs)
     moved = sum(port.bytes for port in (*inputs, *outputs))
     copies = copies_for([*inputs, *outputs]) if rates.device == "cuda" else COPIES
     times = time_models(site_models(site, copies), inputs, outputs, copies, rates.device)
@@ -165,9 +167,12 @@ def _floor(moved: int, flops: int, rates: Rates, element: int) -> tuple[float | 
     return floors[bound_by], bound_by
 
 
-def _as_ports(ports: Any, weights: frozenset[int] = frozenset()) -> list[Port]:
-    """Random inputs of the size of activations and weights."""
+def _as_ports(
+    ports: Any, weights: frozenset[int] = frozenset(), known: Mapping[str, int] = MappingProxyType({})
+) -> list[Port]:
+    """Random inputs of the size of activations and weights, but those whose value is known."""
     scales = (WEIGHT_SCALE if index in weights else 1.0 for index in range(len(ports)))
     return [
-        Port(name, element, tuple(shape), scale) for (name, element, shape), scale in zip(ports, scales, strict=True)
+        Port(name, element, tuple(shape), scale, known.get(name))
+        for (name, element, shape), scale in zip(ports, scales, strict=True)
     ]

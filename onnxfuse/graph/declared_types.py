@@ -63,7 +63,7 @@ def _check_broadcasts(model: ModelProto, known: Types) -> None:
     Raises:
         ValueError: inputs of a node do not broadcast.
     """
-    if all(name in known for node in model.graph.node for name in node.output if name):
+    if all(name in known and _is_told(known[name]) for node in model.graph.node for name in node.output if name):
         return
     try:
         onnx.shape_inference.infer_shapes(model, strict_mode=True)
@@ -71,6 +71,11 @@ def _check_broadcasts(model: ModelProto, known: Types) -> None:
         fault = _NO_BROADCAST.search(str(error))
         if fault is not None:
             raise ValueError(f"{fault[2]} ({fault[1]}): the shapes of its inputs do not broadcast") from None
+
+
+def _is_told(kind: TypeProto) -> bool:
+    """Whether inference told it: an output has a type all the same, and no shape then."""
+    return kind.WhichOneof("value") != "tensor_type" or bool(kind.tensor_type.HasField("shape"))
 
 
 def _taken(graph: GraphProto) -> dict[str, TypeProto]:

@@ -40,6 +40,11 @@ def walk(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from walk(graph.node)
 
 
+def count_fused(proto: ModelProto) -> int:
+    """How many fused nodes a model has, at all depths."""
+    return sum(node.domain == DOMAIN for node in walk(proto.graph.node))
+
+
 def reads(node: NodeProto) -> Iterator[str]:
     """Every value that a node reads, also from inside its branches and bodies."""
     yield from node.input

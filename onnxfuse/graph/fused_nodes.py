@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
+from onnx.shape_inference import infer_shapes
 
 from onnxfuse.dtypes import FED_BY_ONNX
+from onnxfuse.graph import group_query
 from onnxfuse.graph.archive import unpack
 from onnxfuse.graph.external_data import read_data
 from onnxfuse.graph.extract import KERNELS, Ports, site_model
@@ -279,28 +281,64 @@ def site_models(site: DistinctNode, copies: int) -> dict[str, bytes]:
     fused.input.extend(names[0])
     fused.output.extend(names[1])
     opsets = list(site.body.opset_import)
-    given = {attribute.name: attribute for attribute in site.node.attribute}
-    stock, inputs = _with_own_order([with_attributes(node, given) for node in site.body.node], site.inputs)
-    own = [*opsets, OperatorSetIdProto(domain=DOMAIN, version=1)]
-    after = site_model(own, [fused], site.inputs, site.outputs, copies, site.kernels, [site.body])
-    if any(node.doc_string == RESTORING and node.op_type != "Transpose" for node in site.body.node):
+    after = site_model(
+        [*opsets, OperatorSetIdProto(domain=DOMAIN, version=1)],
+        [fused],
+        site.inputs,
+        site.outputs,
+        copies,
+        site.kernels,
+        [site.body],
+    )
+    if any(node.doc_string == RESTORING and node.op_type == "Cast" for node in site.body.node):
         return {AFTER: after}  # the original reads integers of types that a run cannot be given
+    stock, inputs = _with_own_order(site)
     return {BEFORE: site_model(opsets, stock, inputs, site.outputs, copies), AFTER: after}
 
 
-def _with_own_order(nodes: list[NodeProto], inputs: Ports) -> tuple[list[NodeProto], Ports]:
+def _with_own_order(site: DistinctNode) -> tuple[list[NodeProto], Ports]:
     """The original nodes, and their inputs with weights as the original stores them: it has nothing to restore."""
-    restoring = {node.input[0]: node for node in nodes if node.doc_string == RESTORING}
-    own = {node.output[0]: name for name, node in restoring.items()}
+    given = {attribute.name: attribute for attribute in site.node.attribute}
+    nodes = [with_attributes(node, given) for node in site.body.node]
+    restoring = [node for node in nodes if node.doc_string == RESTORING]
+    own = {_restored(restoring, name): name for name, _, _ in site.inputs}
+    shapes = _shapes_of(restoring, site)
     ports = [
-        (name, element, _permuted(shape, restoring[name]) if name in restoring else shape)
-        for name, element, shape in inputs
+        (name, element, shapes.get(value, shape))
+        for (name, element, shape), value in zip(site.inputs, own, strict=True)
     ]
     return [renamed(node, own) for node in nodes if node.doc_string != RESTORING], ports
 
 
-def _permuted(shape: Sequence[int], transpose: NodeProto) -> list[int]:
-    return [shape[place] for place in transpose.attribute[0].ints]
+def _restored(restoring: Sequence[NodeProto], value: str) -> str:
+    """What the last of the nodes makes of a stored weight: each reads it first, and then what it needs to know."""
+    for node in restoring:
+        value = node.output[0] if node.input[:1] == [value] else value
+    return value
+
+
+def _shapes_of(nodes: Sequence[NodeProto], site: DistinctNode) -> dict[str, list[int]]:
+    """Of the values that nodes make of a site's inputs."""
+    values = [helper.make_tensor_value_info(*port) for port in site.inputs]
+    model = helper.make_model(helper.make_graph(nodes, "restoring", values, []), opset_imports=site.body.opset_import)
+    made = infer_shapes(model, data_prop=True).graph.value_info
+    return {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in made}
+
+
+def lengths_of(site: DistinctNode) -> dict[str, int]:
+    """The last key's place, by the input that tells it of each sequence: what a GroupQueryAttention would refuse drawn.
+
+    The number of keys is a dimension of an input, which a body has of its Shape.
+    """
+    shapes, makers = {name: shape for name, _, shape in site.inputs}, {}
+    for node in site.body.node:
+        makers.update(dict.fromkeys(node.output, node))
+        if (node.domain, node.op_type) == (group_query.DOMAIN, group_query.OP):
+            value = node.input[group_query.TOTAL]
+            while value in makers:
+                value = makers[value].input[0]
+            return {node.input[group_query.LENGTHS]: shapes[value][-1] - 1}
+    return {}
 
 
 OPSETS = (OperatorSetIdProto(domain="", version=17),)

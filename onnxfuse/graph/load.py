@@ -90,7 +90,8 @@ def _parse(path: Path) -> ModelProto:
     if path.is_dir():
         raise ModelError(f"{path}: is a folder; name a model in it")
     if not path.is_file():
-        raise ModelError(f"{path}: no such file")
+        what = "is a pipe or a device, and a model is read more than once; save it" if path.exists() else "no such file"
+        raise ModelError(f"{path}: {what}")
     proto = ModelProto()
     try:
         data = path.read_bytes()
@@ -114,6 +115,7 @@ def _check(model: Model) -> None:
         raise ModelError(f"{model.label}: not an ONNX model: it has no operator set or no graph output")
     _check_opsets(model)
     _import_own_domains(proto)
+    _check_stored_once(model)
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
@@ -136,6 +138,14 @@ def _check_opsets(model: Model) -> None:
     for version in imported:
         if not 1 <= version <= newest:
             raise ModelError(f"{model.label}: unknown opset {version}; this version of onnx knows 1 to {newest}")
+
+
+def _check_stored_once(model: Model) -> None:
+    """ONNX's inference refuses two tensors of a name as inputs that are two, where the user sees none."""
+    stored = Counter(tensor.name for tensor in model.proto.graph.initializer)
+    for name, count in stored.items():
+        if count > 1:
+            raise ModelError(f"{model.label}: the initializer {name!r} is stored {count} times; ONNX has a name once")
 
 
 def _import_own_domains(proto: ModelProto) -> None:

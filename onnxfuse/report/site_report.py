@@ -145,6 +145,7 @@ class Report:
         nodes_after: the same once it is rewritten.
         transposed: the weights that the written model has in another order, by name, and their bytes.
         padding: of those, bytes of zeros that it has behind their rows beside.
+        already_fused: fused nodes that the model had before, which stay as they are.
     """
 
     model: str | None
@@ -155,6 +156,7 @@ class Report:
     nodes_after: int
     transposed: Mapping[str, int] = field(default_factory=dict)
     padding: Mapping[str, int] = field(default_factory=dict)
+    already_fused: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -163,6 +165,7 @@ class Report:
             "skipped": [site.to_dict() for site in self.skipped],
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
+            "already_fused": self.already_fused,
             "transposed": [
                 {"name": name, "bytes": size, "padding": self.padding.get(name, 0)}
                 for name, size in self.transposed.items()

@@ -173,7 +173,7 @@ def _random_feeds(
     sizes = _completed(sizes, facts)
     random = np.random.default_rng(seed)
     made = {
-        spec.name: _random(spec, tuple(shapes[spec.name]) if spec.name in shapes else _shape(spec, sizes), random)
+        spec.name: _drawn(spec, tuple(shapes[spec.name]) if spec.name in shapes else _shape(spec, sizes), random)
         for spec in specs
     }
     for name, (terms, added) in facts.values.items():
@@ -248,6 +248,14 @@ def _size(dim: Dim, index: int, sizes: Mapping[str, int]) -> int:
         return dim
     batch = index == 0 if dim is None else "batch" in dim.lower()
     return sizes.get(dim or "", BATCH_SIZE if batch else SYMBOL_SIZE)
+
+
+def _drawn(spec: InputSpec, shape: tuple[int, ...], random: np.random.Generator) -> Array:
+    """Random values; NumPy has an error for what memory does not hold, and one for what 64 bits do not count."""
+    try:
+        return _random(spec, shape, random)
+    except (MemoryError, ValueError):
+        raise SettingError(f"input {spec.name!r}: memory does not hold the shape {list(shape)}") from None
 
 
 def _random(spec: InputSpec, shape: tuple[int, ...], random: np.random.Generator) -> Array:

@@ -41,12 +41,14 @@ class Port:
     Attributes:
         element: ONNX element type: float, float16, bfloat16 or, of an input, bool or uint8.
         scale: of the random values of an input, a standard deviation.
+        value: of all elements of an input, where random ones mean nothing.
     """
 
     name: str
     element: int
     shape: tuple[int, ...]
     scale: float = 1.0
+    value: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -136,7 +138,8 @@ class _Buffers:
         self.inputs: list[tuple[str, Port, Any]] = []
         self.outputs: list[tuple[str, Port, Any]] = []
         for port in inputs:
-            host = np.resize(_bits(drawn * port.scale, port.element), port.shape)
+            values = drawn * port.scale if port.value is None else np.full(1, port.value, np.float32)
+            host = np.resize(_bits(values, port.element), port.shape)
             for name in _names(port, copies):
                 self.inputs.append((name, port, runtime.OrtValue.ortvalue_from_numpy(host, device, 0)))
         for port in outputs:

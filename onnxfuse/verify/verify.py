@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxfuse.errors import DeviceError, ModelError
+from onnxfuse.graph.functions import count_fused
 from onnxfuse.graph.fused_nodes import uses_tf32
 from onnxfuse.graph.graph import load_model
 from onnxfuse.graph.input_facts import input_facts
@@ -79,12 +80,14 @@ class VerifyResult:
         runs: one verdict for each run.
         kept: how many nodes of the reference do not run in float64, by operator and type: `LSTM in float32`.
         kernels: what was found in the fused nodes' kernels where none could run; None where they ran, or none is there.
+        fused_nodes: how many the optimised model has.
     """
 
     provider: str
     runs: tuple[RunCheck, ...]
     kept: dict[str, int] = field(default_factory=dict)
     kernels: KernelCheck | None = None
+    fused_nodes: int = 0
 
     @property
     def passed(self) -> bool:
@@ -103,6 +106,7 @@ class VerifyResult:
             "passed": self.passed,
             "provider": self.provider,
             "not_in_float64": self.kept,
+            "fused_nodes": self.fused_nodes,
             "kernels": self.kernels and self.kernels.to_dict(),
             "runs": runs,
         }
@@ -114,6 +118,7 @@ class VerifyResult:
         kept = ", ".join(f"{what} ({count})" for what, count in self.kept.items())
         notes = [f"reference in float64, except for {kept}"] if kept else []
         notes += [str(self.kernels)] if self.kernels else []
+        notes += [] if self.fused_nodes else ["the optimised model has no fused node: this says nothing of any kernel"]
         return "\n".join([*(f"{self.provider}  {run}" for run in self.runs), *notes, f"verify {verdict}"])
 
 
@@ -169,7 +174,7 @@ def verify(
         exact, rounded = reference.both(feeds, progress, tf32=providers[0] == CUDA and uses_tf32(optimized))
     checked = _check_runs(feeds, before, after, exact, rounded, probes)
     kernels = None if providers[0] == CUDA else check_kernels(optimized, progress)
-    return VerifyResult(str(providers[0]), checked, reference.kept, kernels)
+    return VerifyResult(str(providers[0]), checked, reference.kept, kernels, count_fused(load_model(optimized).proto))
 
 
 def _providers(require_gpu: bool) -> list[Provider]:
@@ -209,7 +214,7 @@ def _feeds(
     """The inputs of each run, checked."""
     if inputs is not None:
         for given in [inputs] if isinstance(inputs, Mapping) else inputs:
-            yield make_feeds(specs, given, shapes)
+            yield make_feeds(specs, given, shapes, symbols={symbol: several[0] for symbol, several in sizes.items()})
         return
     for run in range(max(runs, *map(len, sizes.values()), 1)):
         symbols = {symbol: several[run % len(several)] for symbol, several in sizes.items()}

@@ -72,6 +72,33 @@ def test_explain_tells_the_same_and_writes_nothing(gate: Path, fused: Path) -> N
     assert sorted(gate.parent.iterdir()) == before
 
 
+def test_what_an_earlier_run_fused_is_told_and_stays(fused: Path, tmp_path: Path) -> None:
+    nodes = len(onnx.load(fused).graph.node)
+    again = onnxfuse("optimize", fused, "-o", tmp_path / "again.onnx", "--arch", "sm_80")
+    for text in (again.stdout, onnxfuse("explain", fused, "--arch", "sm_80").stdout):
+        assert f"{nodes} nodes are an earlier run's and left alone" in text
+    report = json.loads(onnxfuse("explain", fused, "--arch", "sm_80", "--json").stdout)
+    assert (report["already_fused"], report["fused"]) == (nodes, [])
+    assert onnx.load(tmp_path / "again.onnx").graph == onnx.load(fused).graph
+
+
+def test_verify_says_that_nothing_is_fused(gate: Path, fused: Path) -> None:
+    """As of a model that a tool behind onnxfuse took apart again, or of two arguments in each other's place."""
+    words = "has no fused node"
+    for before, after in ((gate, fused), (fused, gate), (gate, gate)):
+        shown = onnxfuse("verify", before, after)
+        assert shown.returncode == 0
+        assert (words in shown.stdout) == (after == gate)
+
+
+@pytest.mark.parametrize("name", ["fifo", "/dev/null"])
+def test_a_pipe_is_no_missing_file(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    shown = onnxfuse("optimize", tmp_path / name, "-o", tmp_path / "out.onnx")
+    assert (shown.returncode, shown.stderr.count("\n")) == (3, 1)
+    assert "is a pipe or a device" in shown.stderr
+
+
 def test_rounding_is_in_the_report(gate: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.onnx"
     result = onnxfuse(

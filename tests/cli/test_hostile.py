@@ -16,10 +16,11 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import onnxfuse
 from onnxfuse.device import resolve
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.graph.save import save_model
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.verify.verify import verify
 from tests.helpers import corpus
 from tests.helpers.matching import gate, linear, split_sizes
 from tests.helpers.onnx_build import Builder
@@ -165,20 +166,23 @@ def test_a_transpose_names_each_axis_once(perm: list[int]) -> None:
         onnxfuse.optimize(model, arch="sm_80")
 
 
-def beside(op: str, other: tuple[int, ...]) -> ModelProto:
-    """What a product makes, [6, 8], meets another shape between it and the next."""
+def beside(op: str, other: tuple[int, ...], last: bool = False) -> ModelProto:
+    """What a product makes, [6, 8], meets another shape between it and the next, or as the last of the model."""
     b = Builder()
     x = b("Relu", b("MatMul", b.input("x", (6, 4)), b.array(np.zeros((4, 8)), "w")))
     mask = [b("Cast", x, to=TensorProto.BOOL)] if op == "Where" else []
     met = b(op, *mask, x, b("Abs", b.input("beside", other)))
+    if last:
+        return b.model(met)
     return b.model(b("Relu", b("MatMul", met, b.array(np.zeros((8, 8)), "last"))))
 
 
 @pytest.mark.parametrize("op", ["Add", "Mul", "Where"])
 @pytest.mark.parametrize("other", [(7,), (5, 8), (2, 5, 1)])
-def test_shapes_that_do_not_broadcast_are_named(op: str, other: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_shapes_that_do_not_broadcast_are_named(op: str, other: tuple[int, ...], last: bool) -> None:
     """ONNX's shape inference passes over them and knows nothing of what is behind; no runtime loads the model."""
-    model = beside(op, other)
+    model = beside(op, other, last)
     name = next(node.name for node in model.graph.node if node.op_type == op)
     with pytest.raises(ModelError, match=re.escape(f"{name} ({op}): the shapes of its inputs do not broadcast")):
         onnxfuse.optimize(model, arch="sm_80")
@@ -188,8 +192,9 @@ def test_shapes_that_do_not_broadcast_are_named(op: str, other: tuple[int, ...])
 
 @pytest.mark.parametrize("op", ["Add", "Mul", "Where"])
 @pytest.mark.parametrize("other", [(8,), (1, 8), (6, 1), (2, 6, 8)])
-def test_shapes_that_broadcast_are_none_of_those(op: str, other: tuple[int, ...]) -> None:
-    model = beside(op, other)
+@pytest.mark.parametrize("last", [False, True])
+def test_shapes_that_broadcast_are_none_of_those(op: str, other: tuple[int, ...], last: bool) -> None:
+    model = beside(op, other, last)
     onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     rewritten(analyse_model(model, resolve("sm_80", list)))
 
@@ -313,6 +318,33 @@ def test_two_versions_of_one_operator_set_are_refused() -> None:
         load_model(model)
     model.opset_import[-1].version = model.opset_import[0].version
     load_model(model)
+
+
+@pytest.mark.parametrize("rows", [2**48, 2**62])  # more than an address says, and than 64 bits count
+def test_inputs_larger_than_memory_are_one_line(rows: int, tmp_path: Path) -> None:
+    b, path = Builder(), tmp_path / "model.onnx"
+    onnx.save(b.model(b("Relu", b.input("x", ("rows", 4)))), path)
+    for options in ({"shapes": {"x": [rows, 4]}}, {"sizes": {"rows": [rows]}}):
+        with pytest.raises(SettingError, match=re.escape(f"input 'x': memory does not hold the shape [{rows}, 4]")):
+            verify(path, path, **options)
+
+
+def test_sizes_are_for_random_inputs(tmp_path: Path) -> None:
+    b, path = Builder(), tmp_path / "model.onnx"
+    onnx.save(b.model(b("Relu", b.input("x", ("rows", 4)))), path)
+    for given in ({"shapes": {"x": [3, 4]}}, {"sizes": {"rows": [3]}}):
+        with pytest.raises(SettingError, match="are for random inputs"):
+            verify(path, path, inputs={"x": np.zeros((2, 4), np.float32)}, **given)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_tensor_that_is_stored_twice_is_named(count: int) -> None:
+    b = Builder()
+    weights = [np.full((4, 4), index, np.float32) for index in range(count)]
+    model = b.model(b("Relu", b("MatMul", b.input("x", (2, 4)), b.array(weights[0], "w"))))
+    model.graph.initializer.extend(numpy_helper.from_array(each, "w") for each in weights[1:])
+    with pytest.raises(ModelError, match=re.escape(f"the initializer 'w' is stored {count} times")):
+        onnxfuse.optimize(model, arch="sm_80")
 
 
 def test_a_shape_larger_than_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
