@@ -155,12 +155,12 @@ def print_report(report: Report) -> None:
         _print(f"{report.already_fused} {what} an earlier run's and left alone; other options need the original model")
     if report.transposed:
         megabytes = sum(report.transposed.values()) / 1e6
-        what = "weight" if len(report.transposed) == 1 else "weights"
+        what, them = ("weight", "it") if len(report.transposed) == 1 else ("weights", "them")
         zeros = sum(report.padding.values()) / 1e3
         grown = f" and {zeros:.1f} kB of zeros behind rows" if report.padding else ""
         _print(
             f"{len(report.transposed)} {what} stored in another order, {megabytes:.1f} MB{grown}; "
-            "--keep-weights leaves them"
+            f"--keep-weights leaves {them}"
         )
 
 

@@ -80,7 +80,7 @@ def check_new(path: Path, force: bool, kept: Mapping[str, Path]) -> None:
         if path.exists() and not path.is_file():
             raise OutputError(f"{path}: is neither a file nor a pipe; choose another output")
         if os.path.lexists(path) and not force:
-            raise OutputError(f"{path}: exists; use --force to overwrite it")
+            raise OutputError(f"{path}: exists; use --force (force=True) to overwrite it")
         if not path.parent.is_dir():
             raise OutputError(f"{path.parent}: no such folder")
         if not os.access(path.parent, os.W_OK):
@@ -107,7 +107,7 @@ def make_folder(folder: Path, force: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not force:
-            raise OutputError(f"{folder}: is not empty; use --force to write into it")
+            raise OutputError(f"{folder}: is not empty; use --force (force=True) to write into it")
     except OSError as error:
         raise OutputError(f"{folder}: cannot be a folder of files: {error.strerror}") from error
 
@@ -144,7 +144,9 @@ def check_files(source: Model, target: Path, force: bool, transposed: Collection
     check_holds_none(source, target)
     for path, destination in contexts:
         if destination.exists() and not force and not filecmp.cmp(path, destination, shallow=False):
-            raise OutputError(f"{destination}: exists, and the model needs another there; use --force to overwrite it")
+            raise OutputError(
+                f"{destination}: exists, and the model needs another there; use --force (force=True) to overwrite it"
+            )
 
 
 def _check_data_path(data: Path, is_folder: bool, force: bool) -> None:
@@ -153,7 +155,7 @@ def _check_data_path(data: Path, is_folder: bool, force: bool) -> None:
         if data.exists() and data.is_dir() != is_folder:
             raise OutputError(f"{data}: is in the place of the model's data; remove it, or choose another output")
         if os.path.lexists(data) and not force:
-            raise OutputError(f"{data}: exists; use --force to overwrite it")
+            raise OutputError(f"{data}: exists; use --force (force=True) to overwrite it")
     except OSError as error:
         raise OutputError(f"{data}: cannot be written: {error.strerror}") from error
 

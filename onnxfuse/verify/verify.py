@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.errors import DeviceError, ModelError
+from onnxfuse.errors import DeviceError, ModelError, SettingError
 from onnxfuse.graph.functions import count_fused
 from onnxfuse.graph.fused_nodes import uses_tf32
 from onnxfuse.graph.graph import load_model
@@ -157,7 +157,8 @@ def verify(
 
     Raises:
         ModelError: a model cannot be run, or the inputs do not fit it, or the models have different outputs.
-        SettingError: a shape or size is given for something that the model does not have.
+        SettingError: a shape or size is given for something that the model does not have, or a number of runs beside
+            inputs.
         DeviceError: ONNX Runtime is missing; or a GPU is, and is required.
     """
     original, optimized, providers = Path(original), Path(optimized), _providers(require_gpu)
@@ -166,7 +167,7 @@ def verify(
         paths = _Paths.make(original, optimized, probes, folder)
         open_probed = functools.partial(_open, probes=probes, providers=providers, session_options=session_options)
         draw = functools.partial(_feeds, inputs=inputs, shapes=shapes, sizes=sizes or {}, seed=seed)
-        wanted = runs or (_runs_wanted if providers[0] == CUDA and inputs is None else 1)
+        wanted = _wanted(runs, inputs, providers[0])
         first = functools.partial(_run_original, label=original, draw=draw, wanted=wanted, inputs=inputs)
         feeds, names, before = first(open_probed(paths.original, original), progress=progress)
         after = _run(open_probed(paths.optimized, optimized), optimized, (original, names), feeds, progress)
@@ -199,6 +200,15 @@ class _Paths:
             write_probed(original, probes, folder / "original.onnx"),
             write_probed(optimized, probes, folder / "optimized.onnx"),
         )
+
+
+def _wanted(
+    runs: int | None, inputs: Feeds | Sequence[Feeds] | None, provider: Provider
+) -> int | Callable[[Values], int]:
+    """How many random runs, or what tells it from the first one's outputs."""
+    if inputs is not None and runs is not None:
+        raise SettingError("runs are for random inputs, and inputs were given")
+    return runs or (_runs_wanted if provider == CUDA and inputs is None else 1)
 
 
 def _feeds(

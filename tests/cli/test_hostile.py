@@ -329,11 +329,11 @@ def test_inputs_larger_than_memory_are_one_line(rows: int, tmp_path: Path) -> No
             verify(path, path, **options)
 
 
-def test_sizes_are_for_random_inputs(tmp_path: Path) -> None:
+def test_sizes_and_runs_are_for_random_inputs(tmp_path: Path) -> None:
     b, path = Builder(), tmp_path / "model.onnx"
     onnx.save(b.model(b("Relu", b.input("x", ("rows", 4)))), path)
-    for given in ({"shapes": {"x": [3, 4]}}, {"sizes": {"rows": [3]}}):
-        with pytest.raises(SettingError, match="are for random inputs"):
+    for given in ({"shapes": {"x": [3, 4]}}, {"sizes": {"rows": [3]}}, {"runs": 2}):
+        with pytest.raises(SettingError, match="random inputs, and inputs were given"):
             verify(path, path, inputs={"x": np.zeros((2, 4), np.float32)}, **given)
 
 
