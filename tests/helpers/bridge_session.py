@@ -26,7 +26,17 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxfuse.graph.archive import FIRST_OUT, Flavour, Mapped, Record, TensorMap, pack, unpack
+from onnxfuse.graph.archive import (
+    FIRST_OUT,
+    Flavour,
+    Mapped,
+    QuantizedRhs,
+    Record,
+    TensorFlag,
+    TensorMap,
+    pack,
+    unpack,
+)
 from tests.helpers.many_commands import end_with
 from tests.tools.fuzz_archive import flags, mended
 
@@ -402,6 +412,41 @@ def rhs_that_is_ready() -> None:
         arguments = Arguments()
         driver().fake_last_launch((ctypes.c_uint * 6)(), (ctypes.c_uint * 1)(), ctypes.byref(arguments))
         assert arguments.rhs_ready == (constant and depth > 0), (depth, constant)
+
+
+def quantized_rhs_that_is_not_ready() -> None:
+    """A kernel that reads few bits without waiting starts when the last one has ended, unless all are initializers."""
+    on_cpu()
+    record = vars(RECORD) | {
+        "entry": "fake_p9_l0", "early_depth": 2**32 - 1, "quantized": QuantizedRhs(4, 16, 4, 1), "lhs_alignment": 4,
+        "rhs_alignment": 2, "load_alignments": (), "flags": flags({1: TensorFlag.TRANSPOSED}),
+    }  # fmt: skip
+    node = helper.make_node(
+        "FusedGemm", ["kernels", "x", "w", "scales", "points"], ["y"], "site", domain="onnxfuse", kernel="ab12",
+        axes="m k, n kb kq, n kb, n kz -> m n", sizes=f"n={N} k=32 kb=2 kq=8 kz=1", problem="m=m n=n k=k",
+        arguments="lhs=0 rhs=1 scales=2 zero_points=3 outs=0", out_types="f32", in_types="f32,u8,f32,u8",
+        math="tf32", fusion="for people",
+    )  # fmt: skip
+    weights = {
+        "w": np.zeros((N, 2, 8), np.uint8), "scales": np.ones((N, 2), np.float32), "points": np.zeros((N, 1), np.uint8),
+    }  # fmt: skip
+    for computed in ((), *((name,) for name in weights)):
+        inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("M", 32))]
+        inputs += [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(weights[name].dtype), weights[name].shape
+            )
+            for name in computed
+        ]
+        stored = {name: array for name, array in weights.items() if name not in computed}
+        stored["kernels"] = np.frombuffer(pack([Record(**record)]), np.uint8)
+        outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+        initializers = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+        graph = helper.make_graph([node], "g", inputs, outputs, initializers)
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("onnxfuse", 1)]
+        made = session(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+        made.run(None, {"x": sample(5, 32)} | {name: weights[name] for name in computed})
+        assert driver().fake_last_early() == (not computed), computed
 
 
 def unknown_shapes() -> None:

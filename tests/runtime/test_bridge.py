@@ -693,6 +693,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("launch_contract", {}),
         ("early_start", {}),
         ("rhs_that_is_ready", {}),
+        ("quantized_rhs_that_is_not_ready", {}),
         ("tensor_maps", {}),
         ("tensor_maps", {"FAKE_VERSION": "12020"}),
         ("head_split", {}),

@@ -59,7 +59,9 @@ void launch_kernel(const Loaded& code, size_t chosen, const Contract& contract, 
   const Record& record = *code.records[chosen];
   TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
   encode_maps(record, contract, bytes, arguments, maps);
-  const bool early = starts_early(record, arguments, code.device);
+  // The kernel for few rows of a quantized rhs reads it without waiting.
+  const bool may_be_early = arguments.rhs_ready || !contract.is_quantized();
+  const bool early = may_be_early && starts_early(record, arguments, code.device);
   if (!early) arguments.rhs_ready = 0;  // there is nothing to wait for, and lhs is wanted first
   cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
                         record.shared_bytes, early, stream, &arguments, record.maps.empty() ? nullptr : maps);

@@ -162,10 +162,12 @@ ElementBytes node_types(const OrtApi* api, const OrtKernelInfo* info, const Cont
 }
 
 bool has_constant_rhs(const OrtApi* api, const OrtKernelInfo* info, const Contract& contract) {
-  const std::vector<Reference>& rhs = contract.rhs;
-  return contract.has_product() && std::all_of(rhs.begin(), rhs.end(), [&](const Reference& part) {
-    return constant_input(api, info, kFirstTensor + part.tensor) != nullptr;
-  });
+  const auto are_constant = [&](const std::vector<Reference>& parts) {
+    return std::all_of(parts.begin(), parts.end(), [&](const Reference& part) {
+      return constant_input(api, info, kFirstTensor + part.tensor) != nullptr;
+    });
+  };
+  return are_constant(contract.rhs) && are_constant(contract.scales) && are_constant(contract.zero_points);
 }
 
 }  // namespace onnxfuse

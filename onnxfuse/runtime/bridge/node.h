@@ -25,7 +25,8 @@ std::shared_ptr<const Records> node_archive(const OrtApi* api, const OrtKernelIn
 // Element sizes of the node's tensors. Throws Error when their number or a type is not what the contract says.
 ElementBytes node_types(const OrtApi* api, const OrtKernelInfo* info, const Contract& contract);
 
-// Whether each rhs of the product is an initializer, which nothing writes while the model runs.
+// Whether each rhs of the product is an initializer, which nothing writes while the model runs, and what a quantized one has
+// beside its integers.
 bool has_constant_rhs(const OrtApi* api, const OrtKernelInfo* info, const Contract& contract);
 
 }  // namespace onnxfuse
