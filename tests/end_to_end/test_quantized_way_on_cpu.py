@@ -25,6 +25,7 @@ from onnxfuse.lowering.site import Implementation
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.variant import AnyVariant
 from tests.helpers.bridge_hooks import Arguments, Box, Node, bridge
+from tests.helpers.kernel_problem import READY
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import FLOAT16, Builder
 from tests.helpers.quantized import Form, quantized_model
@@ -153,9 +154,10 @@ def compute(
     archive, rule = record_of(variant), variant.family.launch(variant.spec, variant.tile, SM_90A)
     assert bridge().choose(archive, node, arguments, element_bytes=sizes) == 0
     boxes = iter(bridge().maps(archive, node, arguments, 0, element_bytes=sizes))
-    every = [*arrays, *outs]
+    every, weights = [*arrays, *outs], {tensor.name for group in fusion.stored_rhs for tensor in group}
+    uses = [READY if tensor.name in weights else 0 for tensor in fusion.inputs] + [1] * len(outs)
     ranges = (Range * len(every))(
-        *(Range(each.ctypes.data, each.nbytes, index >= len(arrays)) for index, each in enumerate(every))
+        *(Range(each.ctypes.data, each.nbytes, use) for each, use in zip(every, uses, strict=True))
     )
     source = kernel_source(variant, SM_90A)
     tiles = math.ceil(arguments.m / rule.block_m) * math.ceil(arguments.n / rule.block_n)

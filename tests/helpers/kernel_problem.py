@@ -204,13 +204,18 @@ class Problem:
 
     def uses(self, rhs_ready: bool) -> list[int]:
         """What a kernel may do with each buffer, as tests/emulator/cuda_host.h has it."""
-        ready = {id(buffer) for buffer in self.weights if rhs_ready}
+        ready = {id(buffer) for buffer in self.weights if rhs_ready or self.rhs_always_ready}
         return [READY if id(buffer) in ready else int(buffer.writable) for buffer in self.buffers]
 
     @property
     def weights(self) -> list[Buffer]:
         """What rhs consists of."""
         return self.rhs
+
+    @property
+    def rhs_always_ready(self) -> bool:
+        """Whether nothing ever writes it while kernels run."""
+        return False
 
     @property
     def grid(self) -> tuple[int, int, int]:

@@ -91,6 +91,11 @@ class QuantizedProblem(Problem):
         """Integers and what is beside them."""
         return [*self.rhs, *self.scales, *self.zero_points]
 
+    @property
+    def rhs_always_ready(self) -> bool:
+        """The kernel for few rows reads it ahead: it is launched early where it is ready."""
+        return True
+
     def product(self, rhs: Buffer) -> Bounded:
         """A block's sum is rounded once more when it is scaled and added, and beside it what unpacking leaves in it."""
         form = self.spec.quantization

@@ -281,8 +281,7 @@ def launch_counted(
     buffers = problem.buffers
     arguments = problem.arguments([buffer.data.ctypes.data for buffer in buffers])
     arguments["rhs_ready"] = bool(lazy)
-    # Quantized weights are initializers, which the kernel for few rows always reads ahead.
-    uses = problem.uses(rhs_ready=bool(lazy) or problem.spec.quantization is not None)
+    uses = problem.uses(bool(lazy))
     ranges = (Range * len(buffers))(
         *(Range(buffer.data.ctypes.data, buffer.data.nbytes, use) for buffer, use in zip(buffers, uses, strict=True))
     )
