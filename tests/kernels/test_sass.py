@@ -178,9 +178,7 @@ def test_every_access_of_the_hopper_kernel_is_as_wide_as_promised(name: str) -> 
     assert hopper_tile.why_not(spec, HOPPER_TILE, HOPPER.shared_bytes) is None
     image = compiled("sm_90a", spec)
     pieces = hopper_tile.rhs_pieces(spec, HOPPER_TILE)
-    boxes = 1 + 2 * sum(
-        spec.parts * piece.columns // piece.atom for piece in pieces
-    )  # of a stage, and rhs ahead
+    boxes = 1 + 2 * sum(spec.parts * piece.columns // piece.atom for piece in pieces)  # of a stage, and rhs ahead
     assert accesses(image) == promised("sm_90a", spec) + Counter({("UTMALDG", 0): boxes})
     assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
