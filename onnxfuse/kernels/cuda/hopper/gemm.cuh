@@ -1,9 +1,10 @@
 // One block computes tile after tile of out[m, n] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[m, k] * rhs_p[k, n].
 // sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
 //
-//   the last warps   producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
-//                    brings the row, column and scalar operands of the next tiles, and their places; for each consumer
-//                    group a warp brings its tile operands
+//   the last warps   producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles, and
+//                    with rhs of the first ones before the kernel before has ended; a warp brings the row, column and
+//                    scalar operands of the next tiles, and their places; for each consumer group a warp brings its
+//                    tile operands
 //                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both;
 //                       |  lhs in one box or, where m may be small, in LHS_BOXES, of which only those with rows come
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]      a stage: 128 bytes of k of BLOCK_M rows of lhs and of
