@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, TypeProto, helper
 
+from onnxfuse.graph.branch_names import infer_shapes
 from onnxfuse.graph.functions import reads, subgraphs
 from onnxfuse.graph.load import is_large
 
@@ -110,7 +110,7 @@ def _made(outside: _Outside, body: GraphProto, types: Sequence[TypeProto]) -> li
     seen = (name for name in names if name in outside.types and name not in there)
     graph.input.extend(helper.make_value_info(name, outside.types[name]) for name in seen)
     graph.node.extend(body.node)
-    inferred = onnx.shape_inference.infer_shapes(alone, data_prop=True).graph
+    inferred = infer_shapes(alone, data_prop=True).graph
     found = {value.name: value.type for value in (*inferred.input, *inferred.value_info)}
     outputs = [value.name for value in body.output[_BEFORE - 1 :]]
     return [_sure(found.get(name)) for name in (*outputs, *("" for _ in types))][: len(types)]

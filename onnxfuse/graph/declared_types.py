@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
 
+from onnxfuse.graph.branch_names import infer_shapes
 from onnxfuse.graph.carried_types import MADE_UP, loops, tell_bodies
 from onnxfuse.graph.functions import subgraphs
 
@@ -37,7 +38,7 @@ def inferred_types(model: ModelProto) -> ModelProto:
     declared = _taken(model.graph)
     for _, graph in (inner for node in model.graph.node for inner in subgraphs(node)):
         _forget_stored(graph)
-    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+    inferred = infer_shapes(model, check_type=True, data_prop=True)
     known = _types(inferred.graph)
     _check_broadcasts(model, known)
     if any(_contradicts(known[name], kind) for name, kind in declared.items() if name in known):
@@ -52,7 +53,7 @@ def inferred_types(model: ModelProto) -> ModelProto:
         for name, kind in learnt.items():
             value = outputs.get(name) or values.get(name) or model.graph.value_info.add(name=name)
             value.type.CopyFrom(kind)
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+        inferred = infer_shapes(model, check_type=True, data_prop=True)
         known = _types(inferred.graph)
     return inferred
 

@@ -212,7 +212,7 @@ class _Inliner:
         for node in walk(nodes):
             name = node.name or next(filter(None, node.output), node.op_type)
             node.name = _fresh(f"{label}/{name}", self.nodes)
-            _rename(node, names)
+            rename(node, names)
         passed = [(names[name], out) for name, out in returned.items() if name in function.input and out]
         return [*nodes, *(helper.make_node("Identity", [x], [out], _fresh(label, self.nodes)) for x, out in passed)]
 
@@ -237,7 +237,7 @@ def _made(nodes: Iterable[NodeProto]) -> list[str]:
     return list(made)
 
 
-def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
+def rename(node: NodeProto, names: Mapping[str, str]) -> None:
     """Rename a node's values, and those that its graphs declare; the nodes inside are renamed by themselves."""
     for values in (node.input, node.output):
         renamed = [names.get(value, value) for value in values]
