@@ -13,6 +13,7 @@ from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxfuse.graph import symbolic
@@ -519,19 +520,21 @@ def _gathered_blocks(known: Known) -> list[Shape | None]:
         int(attrs.get(name, default)) % len(data) for name, default in (("gather_axis", 0), ("quantize_axis", 1))
     )
     numbers = [*data]
-    numbers[blocked] = _numbers_in_blocks(data[blocked], scales[blocked], attrs)
+    numbers[blocked] = _numbers_in_blocks(data[blocked], scales[blocked], known.node)
     return [(*numbers[:rows], *ids, *numbers[rows + 1 :])]
 
 
-def _numbers_in_blocks(elements: Size, blocks: Size, attrs: Mapping[str, Any]) -> Size:
-    """How many numbers as many elements hold that have so many blocks: as many, or of bytes, which no rule sees, more.
+def _numbers_in_blocks(elements: Size, blocks: Size, node: gs.Node) -> Size:
+    """How many numbers as many elements hold that have so many blocks: as many, or of bytes more.
 
-    None where there is one block for either.
+    Only of small tensors a rule sees whether they are bytes: None of others where there is one block for either.
     """
     if not isinstance(elements, int) or not isinstance(blocks, int):
         return None
-    size = int(attrs.get("block_size", 128))
-    counts = {elements, elements * 8 // int(attrs.get("bits", 4))}
+    size, stored = int(node.attrs.get("block_size", 128)), node.inputs[0]
+    counts = {elements, elements * 8 // int(node.attrs.get("bits", 4))}
+    if isinstance(stored, gs.Constant):
+        counts = {max(counts) if stored.dtype == np.uint8 else elements}
     fitting = [count for count in counts if -(-count // size) == blocks]
     return fitting[0] if len(fitting) == 1 else None
 
