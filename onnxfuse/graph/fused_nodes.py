@@ -281,15 +281,8 @@ def site_models(site: DistinctNode, copies: int) -> dict[str, bytes]:
     fused.input.extend(names[0])
     fused.output.extend(names[1])
     opsets = list(site.body.opset_import)
-    after = site_model(
-        [*opsets, OperatorSetIdProto(domain=DOMAIN, version=1)],
-        [fused],
-        site.inputs,
-        site.outputs,
-        copies,
-        site.kernels,
-        [site.body],
-    )
+    own = [*opsets, OperatorSetIdProto(domain=DOMAIN, version=1)]
+    after = site_model(own, [fused], site.inputs, site.outputs, copies, site.kernels, [site.body])
     if any(node.doc_string == RESTORING and node.op_type == "Cast" for node in site.body.node):
         return {AFTER: after}  # the original reads integers of types that a run cannot be given
     stock, inputs = _with_own_order(site)
