@@ -5,14 +5,14 @@ The other half, the attributes of a fused node, is in `lowering/fused_node.py`.
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   279 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
+    records   283 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
               max_m, u32 block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the
               kernel has no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks
               in two levels, whether its accesses go down the rows, whether it reads a copy), u16 cluster, u32 early
-              depth, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous,
-              swizzle, u16 box_inner, box_outer), u32 library (`Library`), u8 bits and u16 block of a quantized rhs, u8
-              alignments of its scales and zero points (all 0: it is not quantized), u64 offset of the image from the
-              start of the archive, u32 bytes of it there, u32 bytes of it decompressed
+              depth, u32 full early depth, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index,
+              rows_contiguous, swizzle, u16 box_inner, box_outer), u32 library (`Library`), u8 bits and u16 block of a
+              quantized rhs, u8 alignments of its scales and zero points (all 0: it is not quantized), u64 offset of the
+              image from the start of the archive, u32 bytes of it there, u32 bytes of it decompressed
     images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
               stored once. Compressed they take less than a quarter; one is decompressed while the driver loads it
 
@@ -20,7 +20,8 @@ A record with cluster 0 gets one block for each tile of block_m x block_n, and g
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
 multiple of c. A kernel with an early depth waits by itself for the end of the kernel before it. It is launched beside
 that where the device can do so (programmatic dependent launch) and the tiles of one block of a persistent grid, or all
-tiles of another grid, have no more k together than the depth; whatever their number where the depth is 2^32 - 1.
+tiles of another grid, have no more k together than the depth; whatever their number where the depth is 2^32 - 1. For a
+persistent grid of three quarters of the clusters that the device has room for, or more, it is the full early depth.
 
 Tensor maps are rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches, the runs; of an
 output in two levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch), encoded at
@@ -58,10 +59,10 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 15
+VERSION = 16
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHII72sIBHBBQII")
+_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHIII72sIBHBBQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
 _RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
@@ -175,6 +176,7 @@ class Record:
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
             the tiles of one block of a persistent grid, or all of another, may have for it to start early.
+        full_early_depth: the same of a persistent grid that leaves less than a quarter of the device idle; no less.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         flags: a `TensorFlag` for lhs, rhs, each of 12 loads and each of 4 outputs; 0 where the kernel has none.
         library: not NONE for a kernel whose first loads are the parts of a product that the library makes.
@@ -198,6 +200,7 @@ class Record:
     image: bytes
     cluster: int = 0
     early_depth: int = 0
+    full_early_depth: int = 0
     maps: tuple[TensorMap, ...] = ()
     flags: tuple[int, ...] = (0,) * TENSORS
     library: int = Library.NONE
@@ -256,7 +259,7 @@ def _check(record: Record) -> None:
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (0 < len(record.image) <= _MAX_IMAGE_BYTES, "image"),
         (0 <= record.cluster <= 16, "cluster"),
-        (0 <= record.early_depth < 2**32, "early depth"),
+        (0 <= record.early_depth <= record.full_early_depth < 2**32, "early depth"),
         (len(record.flags) == TENSORS and all(0 <= flags <= _ALL_FLAGS for flags in record.flags), "flags"),
         (not any(_flags_of_missing(record)), "flags of a tensor that it does not have"),
         (_is_copy_possible(record), "copy"),
@@ -396,6 +399,7 @@ def _pack_record(record: Record, place: _Place) -> bytes:
     tail = (
         record.cluster,
         record.early_depth,
+        record.full_early_depth,
         len(record.maps),
         maps,
         record.library,
@@ -427,7 +431,7 @@ def _check_header(data: bytes) -> int:
 def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
     alignments, tail = fields[10 : 10 + TENSORS], fields[10 + TENSORS :]
-    flags, cluster, early_depth, map_count, maps, library, *form, offset, packed, size = tail
+    flags, cluster, early_depth, full_early_depth, map_count, maps, library, *form, offset, packed, size = tail
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
         kernel=_text(kernel),
@@ -447,6 +451,7 @@ def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
         image=images.read(index, offset, packed, size),
         cluster=cluster,
         early_depth=early_depth,
+        full_early_depth=full_early_depth,
         maps=_unpack_maps(maps, map_count),
         flags=tuple(flags),
         library=library,

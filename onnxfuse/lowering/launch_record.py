@@ -45,6 +45,7 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         cluster=launch.cluster,
         early_depth=launch.early_depth,
+        full_early_depth=max(launch.early_depth, launch.full_early_depth),
         maps=tuple(map(_tensor_map, launch.maps)),
         flags=_flags(spec),
         quantized=QuantizedRhs(*spec.quantized_access) if spec.quantized_access else None,

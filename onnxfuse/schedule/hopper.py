@@ -164,6 +164,7 @@ class Hopper(ProductFamily):
         return Launch(
             tile.block_m * tile.cluster_m, tile.block_n * tile.cluster_n, tile.threads, layout.total, tile.cluster,
             hopper_tile.map_rules(spec, tile, device.shared_bytes), early_depth(layout, block_k(spec), device),
+            full_early_depth(tile, layout, spec, device),
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:
@@ -208,7 +209,7 @@ def _whole_slabs_depth(spec: KernelSpec, in_place: bool, known: Calibration) -> 
     return known.hopper_whole_slabs_depth["in place" if in_place else kind]
 
 
-def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
+def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec, most: float = 0.0) -> int:
     """How much k the tiles of a block may have, one after the other, for an early start to pay.
 
     The blocks of a kernel that starts early lie in any order, those with the same rows or columns no longer beside each
@@ -218,9 +219,19 @@ def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
         layout: with the bytes of a stage, and of what is loaded once.
         depth: k of a stage.
         device: to plan for.
+        most: bytes that a multiprocessor may load, where those are more than of any kernel.
     """
-    streamed = max(calibration(device).hopper_early_bytes - layout.kept, 0)
+    streamed = max(max(most, calibration(device).hopper_early_bytes) - layout.kept, 0)
     return int(streamed / layout.stage * depth * layout.splits)
+
+
+def full_early_depth(tile: RingTile, layout: HopperFootprint, spec: KernelSpec, device: DeviceSpec) -> int:
+    """The same of a grid that leaves few multiprocessors idle: what is used often is waited for less."""
+    rows, columns = tile.block_m * tile.cluster_m, tile.block_n * tile.cluster_n * spec.parts
+    multiplied = rows * columns / (rows + columns)
+    by_least = calibration(device).hopper_full_early_bytes
+    most = max((value for least, value in by_least.items() if multiplied >= float(least)), default=0.0)
+    return early_depth(layout, block_k(spec), device, most)
 
 
 def rhs_ahead_share(spec: KernelSpec, device: DeviceSpec) -> float:

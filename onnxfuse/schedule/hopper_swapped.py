@@ -16,6 +16,7 @@ from onnxfuse.schedule.hopper import (
     epilogue_time,
     exchange_time,
     exchanging,
+    full_early_depth,
     in_pieces,
     in_turns,
     joined,
@@ -94,6 +95,7 @@ class HopperSwapped(ProductFamily):
         return Launch(
             rows, columns, tile.threads, layout.total, tile.launched_cluster,
             hopper_swapped_tile.map_rules(spec, tile), early_depth(layout, block_k(spec), device),
+            full_early_depth(tile, layout, spec, device),
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:

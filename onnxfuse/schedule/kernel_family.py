@@ -82,6 +82,8 @@ class Launch:
         maps: tensor maps of the kernel's second argument; None is one that says nothing.
         early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
             the tiles of one block of a persistent grid, or all of another, may have for it to start early.
+        full_early_depth: the same, where it is more, of a persistent grid that leaves less than a quarter of the
+            multiprocessors idle.
     """
 
     block_m: int
@@ -91,6 +93,7 @@ class Launch:
     cluster: int = 0
     maps: tuple[MapRule | None, ...] = ()
     early_depth: int = 0
+    full_early_depth: int = 0
 
 
 def any_depth(device: DeviceSpec) -> int:

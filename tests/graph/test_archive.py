@@ -55,6 +55,7 @@ def records(draw: st.DrawFn) -> Record:
     outs = draw(st.lists(alignments, min_size=1, max_size=4))
     cluster = draw(st.integers(0, 16))
     library = draw(st.sampled_from(list(Library))) if product[0] and loads and not maps and not cluster else 0
+    early_depth = draw(st.integers(0, 2**32 - 1))
     there = (*product, *loads, *[0] * (12 - len(loads)), *outs, *[0] * (4 - len(outs)))
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
@@ -73,7 +74,8 @@ def records(draw: st.DrawFn) -> Record:
         out_alignments=tuple(outs),
         image=draw(st.binary(min_size=1, max_size=200)),
         cluster=cluster,
-        early_depth=draw(st.integers(0, 2**32 - 1)),
+        early_depth=early_depth,
+        full_early_depth=draw(st.integers(early_depth, 2**32 - 1)),
         maps=tuple(maps),
         flags=tuple(draw(st.integers(0, 15)) if alignment else 0 for alignment in there),
         library=library,
@@ -95,7 +97,7 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert len(pack(many)) == len(pack([one])) + 7 * 279
+    assert len(pack(many)) == len(pack([one])) + 7 * 283
     assert {record.image for record in unpack(pack(many))} == {image}
 
 

@@ -354,7 +354,7 @@ def tensor_maps() -> None:
         TensorMap(Mapped.RHS, 1, False, 32, 8, 32),
         TensorMap(Mapped.OUT, 0, False, 0, 4, 16),
     )
-    archive = pack([Record(**(vars(RECORD) | {"cluster": 2, "early_depth": K, "maps": maps}))])
+    archive = pack([Record(**(vars(RECORD) | {"cluster": 2, "early_depth": K, "full_early_depth": K, "maps": maps}))])
     for problem, rows, batch in (("m=b*m n=n k=k", 3 * 33, 1), ("batch=b m=m n=n k=k", 33, 3)):
         check(session(model(archive=archive, problem=problem)), 3, 33, K)
         grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
@@ -384,15 +384,17 @@ def early_start() -> None:
     on_cpu()
     known = "FAKE_VERSION" not in os.environ  # CUDA graphs of 12.2 cannot record it
     for cluster in (0, 1, 2):
-        for depth in (0, K - 1, K, 3 * K - 1, 3 * K, 2**32 - 1):
-            archive = pack([Record(**(vars(RECORD) | {"cluster": cluster, "early_depth": depth}))])
-            made = session(model(archive=archive))
-            for tiles_down in (1, 33, 34, 66, 67, 99, 100):
+        depths = (0, 0), (K - 1, K), (K, K), (K, 3 * K - 1), (3 * K - 1, 3 * K), (3 * K, 3 * K), (2**32 - 1, 2**32 - 1)
+        for depth, full_depth in depths:
+            own = {"cluster": cluster, "early_depth": depth, "full_early_depth": full_depth}
+            made = session(model(archive=pack([Record(**(vars(RECORD) | own))])))
+            for tiles_down in (1, 24, 25, 33, 34, 49, 50, 66, 67, 99, 100):
                 check(made, 1, 16 * tiles_down, K)
-                columns = -(-N // 8)
-                in_turn = -(-tiles_down * columns // (132 // cluster if cluster else 1))
-                pays = depth > 0 and (in_turn * K <= depth or depth == 2**32 - 1)
-                assert driver().fake_last_early() == (known and pays), (cluster, depth, tiles_down)
+                tiles, together = tiles_down * -(-N // 8), 132 // cluster if cluster else 1
+                is_full = cluster > 0 and tiles >= 0.75 * together
+                most = full_depth if is_full else depth
+                pays = depth > 0 and (-(-tiles // together) * K <= most or depth == 2**32 - 1)
+                assert driver().fake_last_early() == (known and pays), (cluster, depth, full_depth, tiles_down)
 
 
 def rhs_that_is_ready() -> None:
@@ -401,7 +403,7 @@ def rhs_that_is_ready() -> None:
 
     on_cpu()
     for depth, constant in itertools.product((0, 2**32 - 1), (True, False)):
-        archive = pack([Record(**(vars(RECORD) | {"early_depth": depth}))])
+        archive = pack([Record(**(vars(RECORD) | {"early_depth": depth, "full_early_depth": depth}))])
         made = onnx.load_from_string(model(archive=archive))
         if not constant:
             made.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, WEIGHT.shape))
@@ -418,8 +420,9 @@ def quantized_rhs_that_is_not_ready() -> None:
     """A kernel that reads few bits without waiting starts when the last one has ended, unless all are initializers."""
     on_cpu()
     record = vars(RECORD) | {
-        "entry": "fake_p9_l0", "early_depth": 2**32 - 1, "quantized": QuantizedRhs(4, 16, 4, 1), "lhs_alignment": 4,
-        "rhs_alignment": 2, "load_alignments": (), "flags": flags({1: TensorFlag.TRANSPOSED}),
+        "entry": "fake_p9_l0", "early_depth": 2**32 - 1, "full_early_depth": 2**32 - 1,
+        "quantized": QuantizedRhs(4, 16, 4, 1), "lhs_alignment": 4, "rhs_alignment": 2, "load_alignments": (),
+        "flags": flags({1: TensorFlag.TRANSPOSED}),
     }  # fmt: skip
     node = helper.make_node(
         "FusedGemm", ["kernels", "x", "w", "scales", "points"], ["y"], "site", domain="onnxfuse", kernel="ab12",

@@ -30,7 +30,7 @@ WEIGHT = np.random.default_rng(8).standard_normal((K, 2 * N)).astype(np.float32)
 OTHER = Record(**(vars(RECORD) | {"entry": "fake_p0_l2", "lhs_alignment": 4, "rhs_alignment": 4}))
 COPYING = Record(**(vars(RECORD) | {
     "flags": flags({0: TensorFlag.COPIED}), "maps": (TensorMap(Mapped.LHS, 0, False, 128, 32, 16),), "max_m": 1000,
-    "early_depth": 2**32 - 1,
+    "early_depth": 2**32 - 1, "full_early_depth": 2**32 - 1,
 }))  # fmt: skip
 ARCHIVE = pack([COPYING, OTHER])
 

@@ -36,7 +36,9 @@ def starts_early(rule: Launch, tiles: int, k: int, device: DeviceSpec) -> bool:
     if rule.early_depth in (0, ANY_DEPTH):
         return rule.early_depth > 0
     together = max(device.multiprocessors // rule.cluster, 1) if rule.cluster else 1
-    return -(-tiles // together) * k <= rule.early_depth
+    is_full = rule.cluster > 0 and 4 * tiles >= 3 * together
+    depth = max(rule.early_depth, rule.full_early_depth) if is_full else rule.early_depth
+    return -(-tiles // together) * k <= depth
 
 
 def launch(

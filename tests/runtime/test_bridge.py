@@ -436,6 +436,7 @@ def fields(record: Record) -> list[str]:
         *record.flags,
         record.cluster,
         record.early_depth,
+        record.full_early_depth,
         len(record.maps),
         *maps,
         int(record.library),
@@ -490,7 +491,7 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
     with contextlib.suppress(BridgeError):
-        assert all((len(record) - 56) == 6 * int(record[48]) for record in bridge().archive(resealed(archive)))
+        assert all((len(record) - 57) == 6 * int(record[49]) for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------

@@ -45,6 +45,25 @@ def test_a_block_that_starts_early_loads_no_more_than_pays(k: int, n: int, parts
         assert most - splits * STAGE_ROW_BYTES / spec.dtype.bytes * of_k < depth * of_k + kept * rhs <= most
 
 
+@pytest.mark.parametrize(("k", "n", "parts", "weight"), CASES)
+def test_a_full_grid_may_load_more_where_each_element_is_multiplied_often(
+    k: int, n: int, parts: int, weight: tuple[str, str]
+) -> None:
+    device = ARCHITECTURES["sm_90a"]
+    spec = planned_spec(k, n, parts, weight[0], "bias", weight[1], device)
+    for family in (each for each in PRODUCTS if each.name in RINGS):
+        for tile in (each.tile for each in family.candidates(spec, device, k)):
+            if family.why_not(spec, tile, device) is not None:
+                continue
+            rule = family.launch(spec, tile, device)
+            products, loaded = rule.block_m * rule.block_n * parts, rule.block_m + rule.block_n * parts
+            assert (rule.full_early_depth > rule.early_depth) == (products >= 54 * loaded), tile
+            clusters = device.multiprocessors // rule.cluster
+            for count in (clusters // 2, clusters):
+                depth = rule.full_early_depth if count == clusters else rule.early_depth
+                assert starts_early(rule, count, k, device) == (k <= depth), tile
+
+
 @pytest.mark.parametrize(("k", "n", "early"), [(1024, 4096, True), (3072, 2048, True), (4096, 4096, False)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_few_rows_of_fp32_start_early_where_the_weight_is_small(k: int, n: int, parts: int, early: bool) -> None:

@@ -12,10 +12,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 15;
+constexpr uint32_t kVersion = 16;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 279;
+constexpr uint64_t kRecordBytes = 283;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
@@ -154,8 +154,10 @@ bool is_possible(const MapRule& rule, const Record& record) {
 void parse_maps(Cursor& cursor, Record& record) {
   record.cluster = cursor.number<uint16_t>();
   record.early_depth = cursor.number<uint32_t>();
+  record.full_early_depth = cursor.number<uint32_t>();
   const auto count = cursor.number<uint32_t>();
-  if (count > kMaxMaps || record.cluster > kMaxCluster) fail("a record holds impossible numbers", kRemedy);
+  const bool deeper = record.full_early_depth >= record.early_depth;
+  if (count > kMaxMaps || record.cluster > kMaxCluster || !deeper) fail("a record holds impossible numbers", kRemedy);
   for (size_t i = 0; i < kMaxMaps; ++i) {
     const MapRule rule = parse_map(cursor);
     if (i >= count) continue;

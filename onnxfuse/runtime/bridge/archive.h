@@ -68,6 +68,7 @@ struct Record {
   size_t load_count = 0, out_count = 0;
   uint32_t cluster = 0;        // 0: one block a tile; else a persistent grid of clusters of so many blocks
   uint32_t early_depth = 0;    // k of a block's tiles, or a grid's, up to which the kernel starts early; 0: never
+  uint32_t full_early_depth = 0;   // the same of a persistent grid that leaves less than a quarter of the device idle
   std::vector<MapRule> maps;   // of the kernel's second parameter
   LibraryMath library = LibraryMath::kNone;   // else the first loads are the parts of the library's product
   Quantized quantized;

@@ -42,7 +42,8 @@ bool starts_early(const Record& record, const OnnxfuseArguments& arguments, cons
   if (record.early_depth == 0 || record.early_depth == kAnyDepth) return record.early_depth > 0;
   const int64_t tiles = tiles_of(record, arguments) * arguments.batch;
   const int64_t together = record.cluster > 0 ? clusters_of(record, device) : 1;
-  return (tiles + together - 1) / together * arguments.k <= record.early_depth;
+  const bool is_full = record.cluster > 0 && 4 * tiles >= 3 * together;
+  return (tiles + together - 1) / together * arguments.k <= (is_full ? record.full_early_depth : record.early_depth);
 }
 
 void encode_maps(const Record& record, const Contract& contract, const ElementBytes& bytes,

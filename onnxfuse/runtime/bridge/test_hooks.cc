@@ -61,7 +61,7 @@ std::string record_text(const Record& record, const std::vector<uint8_t>& image)
                             record.block_m, ' ', record.block_n, ' ', record.threads, ' ', record.shared_bytes);
   for (const TensorRule& rule : record.tensors) result += text(' ', int{rule.alignment});
   for (const TensorRule& rule : record.tensors) result += text(' ', int{rule.flags});
-  result += text(' ', record.cluster, ' ', record.early_depth, ' ', record.maps.size());
+  result += text(' ', record.cluster, ' ', record.early_depth, ' ', record.full_early_depth, ' ', record.maps.size());
   for (const MapRule& rule : record.maps) {
     result += text(' ', int{static_cast<uint8_t>(rule.tensor)}, ' ', int{rule.index}, ' ', int{rule.rows_contiguous},
                    ' ', int{rule.swizzle}, ' ', rule.box_inner, ' ', rule.box_outer);

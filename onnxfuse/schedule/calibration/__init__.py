@@ -108,6 +108,7 @@ class Calibration:
     hopper_pitch: Mapping[str, Mapping[str, float]]
     hopper_alone: float
     hopper_early_bytes: float
+    hopper_full_early_bytes: Mapping[str, float]
     hopper_ahead: float
     small_m_alone: float
     small_m_narrow: float
