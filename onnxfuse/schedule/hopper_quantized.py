@@ -74,9 +74,10 @@ class HopperQuantized(ProductFamily):
     def launch(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> Launch:
         """A persistent grid of clusters, with tensor maps."""
         layout = hopper_quantized_tile.footprint(spec, tile, device.shared_bytes)
+        of_full = early_depth(layout, tile.block_k, device, calibration(device).hopper_quantized_early_bytes)
         return Launch(
             tile.block_m, tile.block_n, tile.threads, layout.total, tile.splits,
-            hopper_quantized_tile.map_rules(spec, tile), early_depth(layout, tile.block_k, device),
+            hopper_quantized_tile.map_rules(spec, tile), early_depth(layout, tile.block_k, device), of_full,
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.dtypes import F16
+from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
+from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED, TILES
+from onnxfuse.schedule.hopper_quantized_tile import stage_bytes
 from onnxfuse.schedule.hopper_tile import STAGE_ROW_BYTES
 from onnxfuse.schedule.kernel_family import ANY_DEPTH, AnyTile
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -62,6 +67,22 @@ def test_a_full_grid_may_load_more_where_each_element_is_multiplied_often(
             for count in (clusters // 2, clusters):
                 depth = rule.full_early_depth if count == clusters else rule.early_depth
                 assert starts_early(rule, count, k, device) == (k <= depth), tile
+
+
+@pytest.mark.parametrize(("bits", "parts"), list(product((4, 8), (1, 2))))
+def test_a_full_grid_of_quantized_kernels_loads_no_more_than_pays(bits: int, parts: int) -> None:
+    """Of stages, each with activations, integers and scales."""
+    device, k = ARCHITECTURES["sm_90a"], 4096
+    form = Quantization(bits, 32, False, F16)
+    spec = replace(planned_spec(k, 4096, parts, "nk", "bias", "f16", device), quantization=form, rhs_width=16)
+    most = calibration(device).hopper_quantized_early_bytes
+    legal = [tile for tile in TILES if HOPPER_QUANTIZED.why_not(spec, tile, device) is None]
+    assert legal
+    for tile in legal:
+        rule = HOPPER_QUANTIZED.launch(spec, tile, device)
+        stage = stage_bytes(spec, tile) / tile.splits
+        for depth, limit in ((rule.early_depth, calibration(device).hopper_early_bytes), (rule.full_early_depth, most)):
+            assert limit - stage < depth / tile.block_k * stage <= limit, tile
 
 
 @pytest.mark.parametrize(("k", "n", "early"), [(1024, 4096, True), (3072, 2048, True), (4096, 4096, False)])

@@ -132,6 +132,7 @@ class Calibration:
     hopper_widest_slab: int
     hopper_shortest_run: int
     hopper_quantized: Mapping[str, float]
+    hopper_quantized_early_bytes: float
     attention_launch: Mapping[str, float]
     attention_pace: Mapping[str, float]
     attention_column: Mapping[str, float]
