@@ -20,6 +20,7 @@ from tests.patterns.test_choices import CONTINUOUS
 pytestmark = pytest.mark.gpu
 
 K, N = 256, 328
+ACTIVATIONS = CONTINUOUS.keys() - {"of_zeros"}  # another ELU, whose zeros have the sizes of the tests of patterns
 STEEPEST = 10.0  # slope of any of them where a sum of K drawn products can lie
 
 
@@ -30,7 +31,7 @@ def layer(dtype: int, activation: str) -> onnx.ModelProto:
     return b.model(CONTINUOUS[activation](b, b("Add", b("MatMul", x, weight), b.array(rng.standard_normal(N), "bias"))))
 
 
-@pytest.mark.parametrize("activation", CONTINUOUS)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 def test_rows_of_every_number(tmp_path: Path, dtype: int, activation: str) -> None:
     """What a product is off by, the outcome is by the steepest slope as much, on either side of the threshold."""

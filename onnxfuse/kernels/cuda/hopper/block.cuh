@@ -150,11 +150,12 @@ __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps&
     if (is_elected()) produce(args, maps, shared, rank, tile);
     return;
   }
-  wait_for_operands();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
+  const bool prepares = PREPARES && warp == 3;
+  if (!prepares || !args.rhs_ready) wait_for_operands();
   if (warp == 1) {
     produce_vectors(args, memory, shared, rank);
-  } else if (PREPARES && warp == 3) {
+  } else if (prepares) {
     prepare(args, shared, rank);
   } else if constexpr (SERVED) {
     if (is_elected()) serve_slabs(args, maps, shared, rank, first_served(warp - 2));
