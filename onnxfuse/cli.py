@@ -305,7 +305,7 @@ def explain(
 @click.option(
     "--runs",
     type=_COUNT,
-    help="Random runs, each with the next seed. By default 1, or more where outputs have few elements.",
+    help="Random runs, each with the next seed. By default 1, or more for small outputs or for all branches.",
 )
 @click.option(
     "--size",

@@ -8,18 +8,32 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from olive.hardware.accelerator import AcceleratorSpec
-from olive.model import ONNXModelHandler
-from olive.model.utils import resolve_onnx_path
-from olive.package_config import OlivePackageConfig
-from olive.passes import Pass
-from olive.passes.pass_config import BasePassConfig, PassConfigParam
-
-from onnxfuse import optimize_file
+from onnxfuse import OnnxfuseError, OutputError, SettingError, optimize_file
+from onnxfuse.graph.save import write_text
+from onnxfuse.terminal import print_error
 
 NAME = "OnnxFuse"
+
+
+def _refuse(error: OnnxfuseError) -> NoReturn:
+    print_error(error)
+    sys.exit(error.exit_code)
+
+
+try:
+    from olive.hardware.accelerator import AcceleratorSpec
+    from olive.model import ONNXModelHandler
+    from olive.model.utils import resolve_onnx_path
+    from olive.package_config import OlivePackageConfig
+    from olive.passes import Pass
+    from olive.passes.pass_config import BasePassConfig, PassConfigParam
+except ImportError as error:
+    missing = f"onnxfuse.olive is a pass of Olive, which cannot be imported ({error}): pip install olive-ai"
+    if __name__ == "__main__":
+        _refuse(SettingError(missing))
+    raise ImportError(missing, name=error.name) from error
 
 
 class OnnxFuse(Pass):  # type: ignore[misc]
@@ -62,4 +76,9 @@ def package_config() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(package_config(), indent=4))
+    if len(sys.argv) != 2:
+        _refuse(SettingError("python -m onnxfuse.olive PACKAGE.json: name the one file that it writes"))
+    try:
+        write_text(Path(sys.argv[1]), json.dumps(package_config(), indent=4))
+    except OutputError as error:
+        _refuse(error)

@@ -1,7 +1,7 @@
 """Types of values: what inference tells, and what a model declares where inference tells nothing.
 
 ONNX's own inference believes what a model declares of its intermediate values and fails where that contradicts, ONNX
-Runtime does not: converters leave types behind that were true of another batch size or element type.
+Runtime fails where an element type does: converters leave shapes behind that were true of another batch size.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
 
 from onnxfuse.graph.branch_names import infer_shapes
 from onnxfuse.graph.carried_types import MADE_UP, loops, tell_bodies
 from onnxfuse.graph.functions import subgraphs
+from onnxfuse.graph.operators import UNVERSIONED
 
 Types = Mapping[str, TypeProto]
 MAX_PASSES = 8  # each of which may learn something from what the one before could not tell
@@ -22,7 +23,16 @@ MAX_LOOPS = 64  # each of which may read what another carried, and has a pass of
 KEEP_TYPE = frozenset({"Imputer", "Normalizer", "Scaler"})  # of ai.onnx.ml, where ONNX infers nothing
 Dimension = TensorShapeProto.Dimension
 
-_NO_BROADCAST = re.compile(r"\(op_type:(\w+), node name: ([^)]*)\): \[ShapeInferenceError\] Incompatible dimensions")
+_AT = r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[ShapeInferenceError\] "
+_REFUSED = {
+    re.compile(_AT + "Incompatible dimensions"): "the shapes of its inputs do not broadcast",
+    re.compile(_AT + r"Input \d+ expected to have (rank \d+ but has rank \d+)"): "an input of it should have {}",
+    re.compile(
+        _AT + r"Dimension mismatch in unification between (\d+ and \d+)"
+    ): "sizes {} of its inputs should be one",
+    re.compile(_AT + r"'?axis'? must be in (\[[^\]]*\])"): "its axis is not in {}",
+}
+"""What ONNX Runtime refuses a node for as it loads a model, in ONNX's words and in ours."""
 
 
 def inferred_types(model: ModelProto) -> ModelProto:
@@ -33,14 +43,15 @@ def inferred_types(model: ModelProto) -> ModelProto:
 
     Raises:
         onnx.shape_inference.InferenceError: the types of inputs and outputs contradict the nodes.
-        ValueError: inputs of a node do not broadcast.
+        ValueError: a node cannot have the shapes that it meets, or a value the type that is declared.
     """
     declared = _taken(model.graph)
     for _, graph in (inner for node in model.graph.node for inner in subgraphs(node)):
         _forget_stored(graph)
     inferred = infer_shapes(model, check_type=True, data_prop=True)
     known = _types(inferred.graph)
-    _check_broadcasts(model, known)
+    _check_shapes(model, known)
+    _check_elements(model, known, declared)
     if any(_contradicts(known[name], kind) for name, kind in declared.items() if name in known):
         declared = {name: _without_sizes(kind) for name, kind in declared.items()}
     for _ in range(MAX_PASSES + min(MAX_LOOPS, len(loops(model)))):
@@ -58,20 +69,42 @@ def inferred_types(model: ModelProto) -> ModelProto:
     return inferred
 
 
-def _check_broadcasts(model: ModelProto, known: Types) -> None:
+def _check_shapes(model: ModelProto, known: Types) -> None:
     """Where inference tells nothing of a value, it may have met shapes that ONNX Runtime refuses, and keeps to itself.
 
     Raises:
-        ValueError: inputs of a node do not broadcast.
+        ValueError: a node cannot have the shapes that it meets.
     """
     if all(name in known and _is_told(known[name]) for node in model.graph.node for name in node.output if name):
         return
     try:
         onnx.shape_inference.infer_shapes(model, strict_mode=True)
     except onnx.shape_inference.InferenceError as error:
-        fault = _NO_BROADCAST.search(str(error))
-        if fault is not None:
-            raise ValueError(f"{fault[2]} ({fault[1]}): the shapes of its inputs do not broadcast") from None
+        for form, words in _REFUSED.items():
+            fault = form.search(str(error))
+            if fault is not None:
+                raise ValueError(f"{_called(fault[1], fault[2])}: {words.format(*fault.groups()[2:])}") from None
+
+
+def _check_elements(model: ModelProto, known: Types, declared: Types) -> None:
+    """ONNX Runtime wants a declared element type to be the one that a node makes; what ONNX's own make is certain.
+
+    Raises:
+        ValueError: it is another.
+    """
+    certain = (node for node in model.graph.node if not (node.domain or node.op_type in UNVERSIONED))
+    for node in (node for node in certain if not any(subgraphs(node))):
+        for name in node.output:
+            made, said = (kinds[name].tensor_type.elem_type if name in kinds else 0 for kinds in (known, declared))
+            if made and said and made != said:
+                types = [TensorProto.DataType.Name(element) for element in (made, said)]
+                raise ValueError(
+                    f"{_called(node.op_type, node.name)}: makes {name!r} in {types[0]}, declared {types[1]}"
+                )
+
+
+def _called(op: str, name: str | None) -> str:
+    return f"{name} ({op})" if name else f"a {op} without a name"
 
 
 def _is_told(kind: TypeProto) -> bool:
@@ -80,7 +113,7 @@ def _is_told(kind: TypeProto) -> bool:
 
 
 def _taken(graph: GraphProto) -> dict[str, TypeProto]:
-    """What a graph declares of values that nodes make; the graph forgets all but the element types of its outputs."""
+    """What a graph declares of values that nodes make; the graph forgets it."""
     made = {name for node in graph.node for name in node.output}
     declared: dict[str, TypeProto] = {}
     for value in (*graph.value_info, *graph.output):
@@ -90,7 +123,7 @@ def _taken(graph: GraphProto) -> dict[str, TypeProto]:
     del graph.value_info[:]
     for value in graph.output:
         if value.name in made and value.type.HasField("tensor_type"):
-            value.type.tensor_type.ClearField("shape")
+            value.ClearField("type")
     return declared
 
 

@@ -3,7 +3,7 @@
 ONNX Runtime folds less than onnxfuse does: a scale that the model computes from Shape is none that it can put into a
 MatMul. A body with a Constant in its place would let it, and then make other bits than the original. So of a floating-
 point number that is computed a body has the model's own nodes, as far as what they read is at hand there; else it hides
-the number behind values that only the run knows.
+the number, or the sizes that the nodes begin with, behind values that only the run knows.
 """
 
 from __future__ import annotations
@@ -105,14 +105,24 @@ class _KnownNodes:
         if maker is None or self._is_stored(maker):
             return self._store(name, made)
         node = self.graph.scope.nodes[self.graph.index(maker)]
-        if any(subgraphs(node)) or not all(self._collect(each, made) for each in node.input):
-            return False
-        made.update(dict.fromkeys(node.output, node))
-        return True
+        before = dict(made)
+        if not any(subgraphs(node)) and all(self._collect(each, made) for each in node.input):
+            made.update(dict.fromkeys(node.output, node))
+            return True
+        made.clear()
+        made.update(before)
+        return self.graph.dtype(name) not in _FLOATS and self._store_hidden(name, made)
 
     def _is_stored(self, maker: gs.Node) -> bool:
         """Whether what a node makes is written as a number, and not computed again."""
         return maker.op == "Constant" or (maker.op in _OF_SHAPES and maker.inputs[0].name not in self.at_hand)
+
+    def _store_hidden(self, name: str, made: dict[str, NodeProto]) -> bool:
+        """Integers that shapes tell which are not at hand, under what the model's own nodes make of them."""
+        if not is_complete(self.graph.known_value(self.graph.tensor(name))):
+            return False
+        made.update({node.output[0]: node for node in self._hidden(name)})
+        return True
 
     def _store(self, name: str, made: dict[str, NodeProto]) -> bool:
         if not is_complete(self.graph.known_value(self.graph.tensor(name))):

@@ -19,7 +19,7 @@ from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the O
 from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph.functions import functions_of, reads, walk
+from onnxfuse.graph.functions import functions_of, reads, subgraphs, walk
 from onnxfuse.graph.masks_of_ones import leave_out_ones
 from onnxfuse.graph.nested_slices import nest_slices
 from onnxfuse.graph.own_views import give_views
@@ -116,6 +116,7 @@ def _check(model: Model) -> None:
     _check_opsets(model)
     _import_own_domains(proto)
     _check_stored_once(model)
+    _check_node_names(model, proto.graph)
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
@@ -146,6 +147,21 @@ def _check_stored_once(model: Model) -> None:
     for name, count in stored.items():
         if count > 1:
             raise ModelError(f"{model.label}: the initializer {name!r} is stored {count} times; ONNX has a name once")
+
+
+def _check_node_names(model: Model, graph: GraphProto) -> None:
+    """ONNX Runtime wants names apart in each graph, but for Constant nodes, which are initializers to it."""
+    named: dict[str, str] = {}
+    for node in graph.node:
+        if node.name and node.op_type != "Constant":
+            if node.name in named:
+                both = f"a {named[node.name]} and a {node.op_type}"
+                raise ModelError(
+                    f"{model.label}: two nodes are called {node.name!r}, {both}; ONNX Runtime refuses that"
+                )
+            named[node.name] = node.op_type
+        for _, inner in subgraphs(node):
+            _check_node_names(model, inner)
 
 
 def _import_own_domains(proto: ModelProto) -> None:

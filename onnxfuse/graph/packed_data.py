@@ -3,6 +3,7 @@
     uint4, uint8 [n, k]    the same bytes
     int4, int8             each number's highest bit is flipped: -8 becomes 0, 7 becomes 15
     [k, n]                 columns one behind the other
+    parts in turn          part by part, as rows_in_turn.py stores other weights
 
 No byte more is needed; a fallback body turns them back into what the model had.
 """
@@ -35,6 +36,8 @@ class Packing:
         k: numbers of one column.
         block: of them, that are one block; 0 for zero points, whose columns are not split.
         turned: the model has n innermost.
+        parts: whose columns take turns in the model.
+        run: columns that each turn has.
     """
 
     element: int
@@ -42,6 +45,8 @@ class Packing:
     k: int
     block: int
     turned: bool
+    parts: int = 1
+    run: int = 1
 
     @property
     def bits(self) -> int:
@@ -64,8 +69,14 @@ class Packing:
         """Of the model's numbers."""
         return (self.k, self.n) if self.turned else (self.n, self.k)
 
+    @property
+    def split(self) -> list[int]:
+        """The stored numbers, part by part: of each part its turns, and of each turn its numbers."""
+        return [self.parts, self.n // self.parts // self.run, self.run * self.k]
+
     def __str__(self) -> str:
-        return " ".join(map(str, (_WORD, self.element, self.n, self.k, self.block, int(self.turned))))
+        own = (self.element, self.n, self.k, self.block, int(self.turned), self.parts, self.run)
+        return " ".join(map(str, (_WORD, *own)))
 
 
 def packing_of(text: str) -> Packing | None:
@@ -73,8 +84,8 @@ def packing_of(text: str) -> Packing | None:
     word, *numbers = text.split()
     if word != _WORD:
         return None
-    element, n, k, block, turned = map(int, numbers)
-    return Packing(element, n, k, block, bool(turned))
+    element, n, k, block, turned, parts, run = map(int, numbers)
+    return Packing(element, n, k, block, bool(turned), parts, run)
 
 
 def packed(packing: Packing, data: bytes) -> bytes:
@@ -84,6 +95,8 @@ def packed(packing: Packing, data: bytes) -> bytes:
         numbers = np.stack([numbers & 15, numbers >> 4], -1).reshape(-1)
     numbers = numbers[: packing.n * packing.k].reshape(packing.own_dims)
     numbers = (numbers.T if packing.turned else numbers) ^ np.uint8(packing.flip)
+    parts, turns, row = packing.split
+    numbers = numbers.reshape(turns, parts, row).transpose(1, 0, 2).reshape(packing.n, packing.k)
     if packing.bits == 8:
         return bytes(numbers.tobytes())
     return bytes((numbers[:, ::2] | numbers[:, 1::2] << 4).tobytes())
@@ -111,6 +124,8 @@ def unpacking(packing: Packing, stored: str, name: str) -> list[NodeProto]:
     """Nodes that make the model's tensor of the stored one; all casts are of numbers that the types hold."""
     e = _Emitter(name)
     numbers = _halves(e, stored) if packing.bits == 4 else stored
+    if packing.parts > 1:
+        numbers = e("Transpose", e("Reshape", numbers, e.number(packing.split, np.int64)), perm=[1, 0, 2])
     numbers = e("Reshape", numbers, e.number([packing.n, packing.k], np.int64))
     if packing.turned:
         numbers = e("Transpose", numbers, perm=[1, 0])

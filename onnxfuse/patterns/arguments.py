@@ -12,6 +12,7 @@ from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Graph, Size
+from onnxfuse.graph.known_nodes import FIRST_SLICE_OF_INPUTS
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.value_types import element_text
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
@@ -159,11 +160,11 @@ class Arguments:
         return self._operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
 
     def _number(self, tensor: gs.Tensor) -> float | None:
-        """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
+        """A scalar that the model fixes, unless a run may round it otherwise than a body, which cannot compute it."""
         known = self._graph.known_value(tensor)
         if known is None or known.size != 1 or known.ndim > 1 or known.dtype == object:
             return None
-        if self._graph.is_computed_in_16_bits(tensor):
+        if self._graph.opset < FIRST_SLICE_OF_INPUTS and self._graph.is_computed_in_16_bits(tensor):
             return None
         return float(known.reshape(()).item())
 

@@ -48,6 +48,8 @@ MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no
 NO_MAXIMUM = "its exponentials are of scores from which no maximum of their row is subtracted"
 UNROUNDED = "it is written in several nodes, between which the kernel would not round as they do"
 CUT = "a part of its probabilities is multiplied: what stands beside the keys' scores, as a sink, no kernel knows"
+CHANGED = "{} makes other numbers of its probabilities in front of the product of them, which no kernel does"
+CHANGING = frozenset({"Add", "Div", "Mul", "Sub", "Where"})
 MAX_BEHIND = 8  # steps from a softmax to the product of it
 Lowered = tuple[Match, Fusion]
 LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
@@ -109,8 +111,8 @@ def _behind(graph: Graph, softmax: Softmax) -> Candidate | None:
             nodes += guard.nodes
             continue
         if passed is None:
-            passed = next((reader for reader in value.outputs if qualified_op(reader) == "Slice"), None)
-            refusal = refusal or _no_kernel(softmax.last, CUT)
+            passed, why = _other_reader(graph, value)
+            refusal = refusal or _no_kernel(softmax.last, why)
         if passed is None:
             return None
         if element_readers(value) != [passed] or graph.is_escaping(value.name):
@@ -129,6 +131,16 @@ def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
     second = next((reader for reader in readers if _multiplies(graph, reader, value)), None)
     handed = (reader for reader in readers if qualified_op(reader) in ("Cast", "Identity", *VIEWS))
     return second or next(handed, None)
+
+
+def _other_reader(graph: Graph, value: gs.Tensor) -> tuple[gs.Node | None, str]:
+    """What else may lead from probabilities to a product, and why no kernel is an attention with it."""
+    for reader in value.outputs:
+        if qualified_op(reader) == "Slice":
+            return reader, CUT
+        if qualified_op(reader) in CHANGING and graph.shape(reader.outputs[0].name) == graph.shape(value.name):
+            return reader, CHANGED.format(node_label(reader))
+    return None, ""
 
 
 def _is_read_beside(softmax: gs.Node, value: gs.Tensor) -> NotFusable:

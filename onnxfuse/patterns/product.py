@@ -169,8 +169,7 @@ class Product:
         turned = replace(self, out_view=out_view, biased=biased, turns=parts, run=run)
         if self.quantized is None:
             return replace(turned, rhs_view=rhs_view)
-        quantized = self.quantized.part_by_part(self.rhs, parts, run)
-        return self if quantized is None else replace(turned, quantized=quantized)
+        return replace(turned, quantized=self.quantized.part_by_part(self.rhs, parts, run))
 
 
 def _in_turns(view: View, n: int, parts: int, run: int) -> View:

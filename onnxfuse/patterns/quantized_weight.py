@@ -6,7 +6,7 @@ A MatMulNBits has it as kernels do. What a DequantizeLinear of blocks reads can 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
@@ -48,10 +48,10 @@ class QuantizedWeight:
     flat: frozenset[str]
     orders: tuple[tuple[str, Order], ...] = ()
 
-    def part_by_part(self, weight: str, parts: int, run: int) -> QuantizedWeight | None:
-        """The same of columns in turn, to be stored part by part; None where the integers are not stored so anyway."""
+    def part_by_part(self, weight: str, parts: int, run: int) -> QuantizedWeight:
+        """The same of columns in turn, to be stored part by part."""
         if self.orders:
-            return None
+            return replace(self, orders=tuple(self._ordered_by_parts(parts, run)))
         form, k = self.form, self.k
         inner = {weight: (form.blocks(k), form.block_bytes), self.scales: (form.blocks(k),)}
         if self.zero_points is not None:
@@ -59,6 +59,15 @@ class QuantizedWeight:
         dims = {name: (self.n * own[0],) if name in self.flat else (self.n, *own) for name, own in inner.items()}
         orders = tuple((name, RowsInTurn(parts, run, self.n, shape)) for name, shape in dims.items())
         return replace(self, orders=orders)
+
+    def _ordered_by_parts(self, parts: int, run: int) -> Iterator[tuple[str, Order]]:
+        """Those of integers that are stored otherwise anyway, and of their scales."""
+        orders = dict(self.orders)
+        few = (self.n, self.form.blocks(self.k))
+        yield self.scales, RowsInTurn(parts, run, self.n, few, turned=self.scales in orders)
+        for name, order in orders.items():
+            if isinstance(order, Packing):
+                yield name, replace(order, parts=parts, run=run)
 
 
 def read_quantized(graph: Graph, node: gs.Node) -> QuantizedWeight:

@@ -386,7 +386,8 @@ class GrownRegion:
     def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
         number = self.graph.dtype(node.outputs[0].name)
         if number not in FLOATS_BY_ONNX:
-            raise NotFusable("unsupported_dtype", "", f"makes {element_text(number)}")
+            reason = "cast_to_non_float" if node.op == "Cast" else "unsupported_dtype"
+            raise NotFusable(reason, "", f"makes {element_text(number)}")
         shape = self.graph.shape(node.outputs[0].name)
         if shape is not None and len(shape) != rank:
             raise NotFusable("broadcasts_the_product", "", "an operand has more dimensions than the product")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onnxfuse.errors import DeviceError, ModelError, SettingError
 from onnxfuse.graph.functions import count_fused
 from onnxfuse.graph.fused_nodes import uses_tf32
@@ -40,11 +42,13 @@ class RunCheck:
         shapes: the shape of each input.
         outputs: one check for each output.
         sites: one check for each value that a fused node makes, where these were asked for.
+        switches: what the inputs were by which an If of the model chooses.
     """
 
     shapes: dict[str, tuple[int, ...]]
     outputs: tuple[OutputCheck, ...]
     sites: tuple[OutputCheck, ...] = ()
+    switches: dict[str, bool] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -57,10 +61,14 @@ class RunCheck:
             [{**_plain(asdict(check)), "passed": check.passed} for check in checks]
             for checks in (self.outputs, self.sites)
         )
-        return {"passed": self.passed, "shapes": self.shapes, "outputs": outputs, "sites": sites}
+        known = {"passed": self.passed, "shapes": self.shapes, "switches": self.switches}
+        return {**known, "outputs": outputs, "sites": sites}
 
     def __str__(self) -> str:
-        inputs = "  ".join(f"{name}[{', '.join(map(str, shape))}]" for name, shape in self.shapes.items())
+        given = {name: f"={str(value).lower()}" for name, value in self.switches.items()}
+        inputs = "  ".join(
+            f"{name}[{', '.join(map(str, shape))}]{given.get(name, '')}" for name, shape in self.shapes.items()
+        )
         return "\n".join([inputs, *map(str, self.outputs), *(f"site {check}" for check in self.sites)])
 
 
@@ -99,6 +107,11 @@ class VerifyResult:
         """The checks of all runs' outputs."""
         return tuple(output for run in self.runs for output in run.outputs)
 
+    def _unswitched(self) -> dict[str, bool]:
+        """The inputs that choose a branch and were the same in all runs."""
+        set_to = {name: {run.switches[name] for run in self.runs} for name in self.runs[0].switches}
+        return {name: values.pop() for name, values in set_to.items() if len(values) == 1}
+
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
         runs = [run.to_dict() for run in self.runs]
@@ -118,6 +131,10 @@ class VerifyResult:
         kept = ", ".join(f"{what} ({count})" for what, count in self.kept.items())
         notes = [f"reference in float64, except for {kept}"] if kept else []
         notes += [str(self.kernels)] if self.kernels else []
+        notes += [
+            f"{name} was {str(value).lower()} in every run: the other branch was not run"
+            for name, value in self._unswitched().items()
+        ]
         notes += [] if self.fused_nodes else ["the optimised model has no fused node: this says nothing of any kernel"]
         return "\n".join([*(f"{self.provider}  {run}" for run in self.runs), *notes, f"verify {verdict}"])
 
@@ -149,7 +166,7 @@ def verify(
         shapes: shapes of random inputs, by name.
         sizes: sizes of dynamic axes, by symbol; run i takes the i-th of each, and there are as many runs as sizes.
         seed: of the first run's random inputs; the next runs' are the next ones.
-        runs: how many random runs; by default one, or on a GPU enough to judge small outputs by (accuracy.py).
+        runs: how many random runs; by default what all branches take, or on a GPU small outputs (accuracy.py).
         per_site: compare what each fused node makes as well.
         session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
         require_gpu: refuse to judge where no kernel can run.
@@ -167,13 +184,13 @@ def verify(
         paths = _Paths.make(original, optimized, probes, folder)
         open_probed = functools.partial(_open, probes=probes, providers=providers, session_options=session_options)
         draw = functools.partial(_feeds, inputs=inputs, shapes=shapes, sizes=sizes or {}, seed=seed)
-        wanted = _wanted(runs, inputs, providers[0])
+        wanted, facts = _wanted(runs, inputs, providers[0]), input_facts(load_model(original))
         first = functools.partial(_run_original, label=original, draw=draw, wanted=wanted, inputs=inputs)
-        feeds, names, before = first(open_probed(paths.original, original), progress=progress)
+        feeds, names, before = first(open_probed(paths.original, original), facts, progress=progress)
         after = _run(open_probed(paths.optimized, optimized), optimized, (original, names), feeds, progress)
         reference = ReferenceRuns(paths.original, original, session_options)
         exact, rounded = reference.both(feeds, progress, tf32=providers[0] == CUDA and uses_tf32(optimized))
-    checked = _check_runs(feeds, before, after, exact, rounded, probes)
+    checked = _check_runs(feeds, before, after, exact, rounded, probes, facts.switches)
     kernels = None if providers[0] == CUDA else check_kernels(optimized, progress)
     return VerifyResult(str(providers[0]), checked, reference.kept, kernels, count_fused(load_model(optimized).proto))
 
@@ -204,11 +221,11 @@ class _Paths:
 
 def _wanted(
     runs: int | None, inputs: Feeds | Sequence[Feeds] | None, provider: Provider
-) -> int | Callable[[Values], int]:
-    """How many random runs, or what tells it from the first one's outputs."""
+) -> int | Callable[[Values], int] | None:
+    """How many random runs, or what tells the least number from the first one's outputs; None for that of one."""
     if inputs is not None and runs is not None:
         raise SettingError("runs are for random inputs, and inputs were given")
-    return runs or (_runs_wanted if provider == CUDA and inputs is None else 1)
+    return runs or (_runs_wanted if provider == CUDA and inputs is None else None)
 
 
 def _feeds(
@@ -219,16 +236,19 @@ def _feeds(
     sizes: Mapping[str, Sequence[int]],
     seed: int,
     *,
-    runs: int,
+    runs: int | None,
 ) -> Iterator[dict[str, Array]]:
-    """The inputs of each run, checked."""
+    """The inputs of each run, checked; None for as many runs as the sizes take, in each branch."""
     if inputs is not None:
         for given in [inputs] if isinstance(inputs, Mapping) else inputs:
             yield make_feeds(specs, given, shapes, symbols={symbol: several[0] for symbol, several in sizes.items()})
         return
-    for run in range(max(runs, *map(len, sizes.values()), 1)):
+    together = max((*map(len, sizes.values()), 1))
+    for run in range(max(runs, together) if runs else together * facts.settings):
         symbols = {symbol: several[run % len(several)] for symbol, several in sizes.items()}
-        yield make_feeds(specs, None, shapes, seed + run, symbols, facts.sizes)
+        setting = facts.setting(run // together)
+        drawn = make_feeds(specs, None, shapes, seed + run, symbols, facts.sizes_of(setting))
+        yield drawn | {name: np.full_like(drawn[name], value) for name, value in setting.items()}
 
 
 def _check_runs(
@@ -238,6 +258,7 @@ def _check_runs(
     exact: Sequence[Values],
     rounded: Sequence[Values],
     probes: Sequence[Probe],
+    switches: Sequence[str],
 ) -> tuple[RunCheck, ...]:
     values = list(zip(before, after, exact, rounded, strict=True))
     checks = [_check_values(*each) for each in values]
@@ -252,6 +273,7 @@ def _check_runs(
             {name: array.shape for name, array in feed.items()},
             tuple(check for name, check in each.items() if name not in added),
             tuple(each[probe.name] for probe in probes),
+            {name: bool(feed[name].all()) for name in switches},
         )
         for feed, each in zip(feeds, checks, strict=True)
     )
@@ -288,22 +310,24 @@ def _open(path: Path, label: Path, probes: Sequence[Probe], providers: Sequence[
 
 def _run_original(
     session: Any,
+    facts: InputFacts,
     label: Path,
     draw: Callable[..., Iterable[dict[str, Array]]],
-    wanted: int | Callable[[Values], int],
+    wanted: int | Callable[[Values], int] | None,
     inputs: object,
     progress: Progress,
 ) -> tuple[list[dict[str, Array]], list[str], list[dict[str, Value]]]:
     """The inputs of all runs, the names of the outputs, and the original model's runs."""
-    facts = input_facts(load_model(label))
     draw = functools.partial(draw, input_specs(session, facts), facts)
-    feeds = list(draw(runs=wanted if isinstance(wanted, int) else 1))
+    feeds = list(draw(runs=None if callable(wanted) else wanted))
     runs: list[dict[str, Value]] = []
     while len(runs) < len(feeds):
         each = counted("running the original", feeds[len(runs) :], progress)
-        runs += [run_session(session, label, feed, _hint(feed) if inputs is None else "") for feed in each]
+        runs += [
+            run_session(session, label, feed, _hint(feed, facts.switches) if inputs is None else "") for feed in each
+        ]
         if callable(wanted):
-            feeds += list(draw(runs=wanted(runs[0])))[len(feeds) :]
+            feeds += list(draw(runs=max(wanted(runs[0]), len(feeds))))[len(feeds) :]
     return feeds, [output.name for output in session.get_outputs()], runs
 
 
@@ -329,7 +353,9 @@ def _run(
     return [run_session(session, label, feed) for feed in counted("running the optimised model", checked, progress)]
 
 
-def _hint(feeds: Feeds) -> str:
-    """What to do about sizes that were guessed."""
+def _hint(feeds: Feeds, switches: Sequence[str]) -> str:
+    """What to do about sizes that were guessed, and about a branch that takes none of them."""
     used = ", ".join(f"{name} [{', '.join(map(str, array.shape))}]" for name, array in feeds.items())
-    return f"; where a size is the cause, give one that it accepts with --shape NAME=2,77,768 (tried {used})"
+    off = ", ".join(name for name in switches if not feeds[name].all())
+    branch = f"; {off} is false in this run, and --runs 1 leaves it out" if off else ""
+    return f"; where a size is the cause, give one that it accepts with --shape NAME=2,77,768 (tried {used}){branch}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
@@ -17,6 +18,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.errors import ModelError, SettingError
+from onnxfuse.graph.functions import walk
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.graph.save import save_model
 from onnxfuse.pipeline import analyse_model
@@ -357,3 +359,78 @@ def test_a_shape_larger_than_memory_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(onnx.shape_inference, "infer_shapes", out_of_memory)
     with pytest.raises(ModelError, match="larger than memory"):
         onnxfuse.optimize(model)
+
+
+def fused_or_not(model: ModelProto) -> str:
+    """What onnxfuse refuses the model for; empty where it takes it."""
+    try:
+        onnxfuse.optimize(model, arch="sm_80")
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def is_refused(model: ModelProto) -> bool:
+    """Whether ONNX Runtime loads no session of the model."""
+    try:
+        onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    except Exception:
+        return True
+    return False
+
+
+NODES = "p = MatMul(x, w) s = Add(p, b) y = Tanh(s)"
+BRANCHES = """p = MatMul(x, w) y = If<
+    then_branch = yes () => (float[] o) {{ {} }}, else_branch = no () => (float[] n) {{ n = Relu(p) }}>(c)"""
+CONSTANTS = "a = Constant<value_float = 1.5>() p = MatMul(x, w) s = Mul(p, a) y = Add(s, b)"
+GRAPHS = {
+    "names apart": (NODES, "abc", ""),
+    "no names": (NODES, ("", "", ""), ""),
+    "one name": (NODES, "aca", "two nodes are called 'a', a MatMul and a Tanh"),
+    "one name beside a Constant's": (CONSTANTS, "acca", "two nodes are called 'c', a MatMul and a Mul"),
+    "a Constant's name alone": (CONSTANTS, "aacd", ""),
+    "one name in two branches": (BRANCHES.format("o = Tanh(p)"), "abcc", ""),
+    "the name of the If in a branch": (BRANCHES.format("o = Tanh(p)"), "abbc", ""),
+    "one name in one branch": (BRANCHES.format("q = Tanh(p) o = Add(q, b)"), "abccd", "are called 'c'"),
+    "a Gemm of rank 3": ("p = Gemm(x, w, b) y = Tanh(p)", "ab", "a (Gemm): an input of it should have rank 2"),
+    "a Gemm of rank 2": ("p = Gemm(z, w, b) y = Tanh(p)", "ab", ""),
+    "other depths of a Gemm": ("p = Gemm(w7, w, b) y = Tanh(p)", "ab", "a (Gemm): sizes 8 and 7"),
+    "other depths": ("p = MatMul(w7, w) y = Tanh(p)", ("", ""), "a MatMul without a name: the shapes"),
+    "other batches": ("p = MatMul(x, t) y = Tanh(p)", "ab", "a (MatMul): the shapes of its inputs do not broadcast"),
+    "an axis beyond": ("p = MatMul(x, w) y = Softmax<axis = 3>(p)", "ab", "b (Softmax): its axis is not in [-3 , 2]"),
+    "the last axis": ("p = MatMul(x, w) y = Softmax<axis = 2>(p)", "ab", ""),
+}  # fmt: skip
+
+
+def parsed(nodes: str, names: Sequence[str], output: str = "float[] y") -> ModelProto:
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["" : 18]>
+        g (float[2, m, 8] x, float[m, 8] z, float[m, 7] w7, float[3, 8, 8] t, bool c) => ({output}) {{ {nodes} }}""")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((8, 8), np.float32), "w"))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(8, np.float32), "b"))
+    for node, name in zip(walk(model.graph.node), names, strict=True):
+        node.name = name
+    return model
+
+
+@pytest.mark.parametrize("case", GRAPHS)
+def test_what_onnx_runtime_does_not_load_is_refused_by_its_node_and_nothing_else(case: str) -> None:
+    nodes, names, words = GRAPHS[case]
+    model = parsed(nodes, names)
+    assert is_refused(model) == bool(words)
+    assert words in fused_or_not(model)
+    assert bool(fused_or_not(model)) == bool(words)
+
+
+@pytest.mark.parametrize("declared", ["float", "float16", "bool"])
+@pytest.mark.parametrize("where", ["output", "between"])
+def test_a_declared_element_type_is_that_of_the_node(declared: str, where: str) -> None:
+    model = parsed(NODES, "abc", f"{declared}[] y" if where == "output" else "float[] y")
+    if where == "between":
+        element = {"float": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bool": TensorProto.BOOL}[declared]
+        model.graph.value_info.append(helper.make_tensor_value_info("s", element, None))
+    name = {"output": "c (Tanh): makes 'y'", "between": "b (Add): makes 's'"}[where]
+    words = "" if declared == "float" else f"{name} in FLOAT, declared {declared.upper()}"
+    assert is_refused(model) == bool(words)
+    assert words in fused_or_not(model)
+    assert bool(fused_or_not(model)) == bool(words)

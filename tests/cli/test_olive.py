@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 import onnx
 import pytest
 
+from onnxfuse.errors import SettingError
 from onnxfuse.graph.functions import DOMAIN
 
 MODEL = Path(__file__).parents[2] / "models" / "ff_geglu.onnx"
@@ -62,6 +63,30 @@ def test_the_package_config_has_olives_own_passes_as_well(module: ModuleType) ->
     assert list(passes) == ["Other", "OnnxFuse"]
     path, _, name = passes["OnnxFuse"]["module_path"].rpartition(".")
     assert getattr(sys.modules[path], name) is module.OnnxFuse
+
+
+def without_olive(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process in which `import olive` fails, whatever is installed."""
+    hide = "import runpy, sys; sys.modules['olive'] = None; sys.argv[0:1] = []; "
+    return subprocess.run([sys.executable, "-c", hide + arguments[0], *arguments[1:]], capture_output=True, text=True)
+
+
+def test_without_olive_the_command_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
+    target = tmp_path / "package.json"
+    run = "runpy.run_module('onnxfuse.olive', run_name='__main__', alter_sys=True)"
+    result = without_olive(run, "onnxfuse.olive", str(target))
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == SettingError.exit_code
+    assert line.startswith("error: ")
+    assert "pip install olive-ai" in line
+    assert not target.exists()
+
+
+def test_without_olive_the_import_says_what_to_install() -> None:
+    result = without_olive("import onnxfuse.olive")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert "pip install olive-ai" in last
 
 
 @pytest.mark.skipif(importlib.util.find_spec("olive") is None, reason="pip install olive-ai brings Olive")

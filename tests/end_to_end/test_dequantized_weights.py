@@ -16,13 +16,18 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.graph.packed_data import ELEMENTS, Packing, packed, packing_of
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.calibration import calibration, replaced
+from onnxfuse.schedule.strategy import Strategy
 from tests.end_to_end.test_quantized_models import any_family as any_family
 from tests.helpers.matching import draw, gate
-from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, cpu_session
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, cpu_session, run
 from tests.helpers.quantized import dequantized, unpacked
+from tests.helpers.reference_fusion import evaluate
+from tests.helpers.rotary_models import Rotate, in_pairs, sliced
+from tests.helpers.rotary_models import feed as rotary_feed
+from tests.tools.sweep import rewritten
 
 SM_90A = ARCHITECTURES["sm_90a"]
-K, N, BLOCK = 128, 48, 32
+K, N, BLOCK, HEAD = 128, 48, 32, 16
 NAMES = {number: TensorProto.DataType.Name(number) for number in ELEMENTS}
 CASES = [
     (element, turned, zero_points)
@@ -134,6 +139,66 @@ def test_every_byte_is_packed(element: int, turned: bool) -> None:
     numbers = unpacked(data.reshape(-1), bits).reshape(packing.own_dims)
     wanted = numbers.T if turned else numbers
     assert np.array_equal(unpacked(stored, bits), wanted ^ ((1 << (bits - 1)) * signed))
+
+
+def rotated(element: int, turned: bool, zero_points: bool, dtype: int, rotate: Rotate) -> ModelProto:
+    """Heads that turn, of a product whose weight is made of integers, as Llama's q and k after quantisation."""
+    b = Builder(dtype, opset=21)
+    product = b("MatMul", b.input("x", ("batch", "rows", K)), weight(b, "q", element, turned, zero_points))
+    heads = b("Reshape", b("Add", product, b.array(draw(N), "bias")), b.integers(0, 0, N // HEAD, HEAD))
+    return b.model(rotate(b, b("Transpose", heads, perm=[0, 2, 1, 3]), HEAD), ir_version=10)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("rotate", [sliced, in_pairs])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize(("element", "turned", "zero_points"), CASES, ids=lambda value: NAMES.get(value, str(value)))
+def test_heads_that_turn_are_stored_half_by_half(
+    element: int, turned: bool, zero_points: bool, dtype: int, rotate: Rotate
+) -> None:
+    model = rotated(element, turned, zero_points, dtype, rotate)
+    given = rotary_feed(model, 5)
+    analysis = analyse_model(model, [SM_90A])
+    (site,) = analysis.sites
+    assert (site.fusion.pattern, site.strategy) == ("rotary_gemm", Strategy.ONE_KERNEL)
+    written = rewritten(analysis, transposed=True)
+    (before,), (after,) = run(model, given), run(written, given)
+    assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("rotate", [sliced, in_pairs])
+@pytest.mark.parametrize(("element", "turned", "zero_points"), CASES, ids=lambda value: NAMES.get(value, str(value)))
+def test_what_a_kernel_of_heads_that_turn_reads_is_the_matrix(
+    element: int, turned: bool, zero_points: bool, rotate: Rotate
+) -> None:
+    """In float64, within a rounding of fp32 for each step of a sum, of which a rotation takes two."""
+    model = rotated(element, turned, zero_points, FLOAT, rotate)
+    given = rotary_feed(model, 5)
+    analysis = analyse_model(model, [SM_90A])
+    values = {each.name: numpy_helper.to_array(each) for each in rewritten(analysis, transposed=True).graph.initializer}
+    (site,) = analysis.sites
+    stored = {name: values[f"{name}.transposed"] for name in site.implementation.transposed}
+    (made,) = evaluate(site.fusion, values | given | stored)
+    product = next(node for node in model.graph.node if node.op_type == "MatMul")
+    model.graph.output.append(helper.make_tensor_value_info(product.input[1], FLOAT, (K, N)))
+    expected, matrix = run(model, given)
+    terms = np.abs(given["x"]) @ np.abs(matrix) + np.abs(values["bias"])
+    np.testing.assert_allclose(made, expected, rtol=0, atol=2 * terms.max() * (K + 8) * 2.0**-24)
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=NAMES.get)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("parts", "run_length"), [(2, 1), (2, 4), (4, 3), (3, 8)])
+def test_parts_in_turn_are_packed_part_by_part(element: int, turned: bool, parts: int, run_length: int) -> None:
+    """By the definition: of each part all turns, and of them all columns."""
+    n, k = 48, 8
+    plain = Packing(element, n, k, 0, turned)
+    data = np.random.default_rng(parts).integers(0, 256, n * k * plain.bits // 8, np.uint8).tobytes()
+    by_parts = replace(plain, parts=parts, run=run_length)
+    assert packing_of(str(by_parts)) == by_parts
+    columns = np.frombuffer(packed(plain, data), np.uint8).reshape(n, -1)
+    wanted = [columns[column] for part in range(parts) for column in range(n) if column // run_length % parts == part]
+    assert packed(by_parts, data) == np.stack(wanted).tobytes()
 
 
 def test_a_file_of_data_is_packed_on_its_way(tmp_path: Path) -> None:

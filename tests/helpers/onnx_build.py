@@ -76,12 +76,14 @@ class Builder:
         values = [helper.make_tensor_value_info(name, self.dtype, None) for name in outputs]
         graph = helper.make_graph(self.nodes, "test", self.inputs, values, self.initializers)
         for value in graph.output:
-            value.type.tensor_type.ClearField("shape")
+            value.ClearField("type")
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=ir_version)
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True)
         shapes = {value.name: value for value in inferred.graph.output}
         for value in graph.output:
             value.CopyFrom(shapes[value.name])
+            if not value.type.tensor_type.elem_type:  # of an op that ONNX does not know
+                value.type.tensor_type.elem_type = self.dtype
         model.graph.CopyFrom(graph)
         return model
 

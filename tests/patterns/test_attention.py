@@ -232,6 +232,19 @@ def test_another_axis() -> None:
     assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
 
 
+@pytest.mark.parametrize("op", ["Mul", "Add", "Sub", "Div", "Where"])
+@pytest.mark.parametrize("keys", ["keys", 1])
+def test_what_changes_probabilities_behind_a_softmax_is_told_of_it(op: str, keys: str | int) -> None:
+    b = Builder(FLOAT16)
+    p = b("Softmax", b("Mul", scores(b), number(b, 0.25)), axis=-1)
+    other = b.input("other", ("batch", 1, "rows", keys), TensorProto.BOOL if op == "Where" else None)
+    changed = b("Where", other, p, number(b, 0.0)) if op == "Where" else b(op, p, other)
+    found = analysed(b.model(*merged(b, changed)))
+    (told,) = (each for each in found.skipped if each.reason == "no_attention_kernel")
+    name = next(node.name for node in b.nodes if node.output[0] == changed)
+    assert told.detail.startswith(f"{name} makes other numbers of its probabilities")
+
+
 def test_a_sink_beside_the_scores_is_told_of_the_softmax() -> None:
     """As of gpt-oss: a column more for the softmax, which no value is multiplied by."""
     b = Builder(FLOAT16)

@@ -98,7 +98,8 @@ def bias_of_another_split(b: Builder) -> str:
 
 def unknown_arithmetic(b: Builder) -> str:
     t = product(b)
-    return b("Mul", b("Shape", t), b.input("factor", (3,), TensorProto.INT64))
+    sizes = b("Mul", b("Shape", t), b.input("factor", (3,), TensorProto.INT64))
+    return b("Cast", sizes, to=TensorProto.FLOAT)
 
 
 def reshaped_by_the_run(b: Builder) -> str:
@@ -153,7 +154,7 @@ CASES = {
     "bounds_not_constant": bound_of_the_run,
     "broadcasts_the_product": lambda b: b("Add", product(b), b.array(draw(3, 1, 1, 1))),
     "constant": of_stored_tensors,
-    "cast_to_non_float": lambda b: b("Cast", product(b), to=TensorProto.INT32),
+    "cast_to_non_float": lambda b: b("Cast", b("Cast", product(b), to=TensorProto.INT32), to=TensorProto.FLOAT),
     "columns_differ": two_widths,
     "empty_slice": lambda b: sliced(b, product(b), 3, 3),
     "exponent_not_constant": lambda b: b("Pow", product(b), b.input("exponent", (1,))),
