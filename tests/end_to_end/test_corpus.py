@@ -42,7 +42,10 @@ def test_every_product_is_fused_once_or_listed(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list))
     anchors = sum(is_anchor(graph, node) for graph in analysis.graphs for node in graph.nodes)
     fused = {id(product.node): site.match.shared for site in analysis.sites for product in site.match.products}
-    assert len(fused) + len(analysis.skipped) == anchors
+    names = {product.node.name for site in analysis.sites for product in site.match.products}
+    # An attention that is left for being slower says so beside its product, which may be fused by itself.
+    left = [skipped for skipped in analysis.skipped if skipped.anchor == skipped.node or skipped.node not in names]
+    assert len(fused) + len(left) == anchors
     alone = [site for site in analysis.sites if not site.match.shared]
     assert sum(len(site.match.products) for site in alone) == sum(not shared for shared in fused.values())
     taken = [(site.graph.scope.path, index) for site in analysis.sites for index in site.match.nodes]
