@@ -277,7 +277,7 @@ class Attentions:
         if product.quantized is not None:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
-            product = read(through=self.points.is_free)
+            product = read(through=self.points.is_free, computed=computed)
         shift = shift_of(self.graph, softmax.scores) if softmax is not None and not self.rounds else ()
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, softmax is not None, shift)
         if grown.refused:
