@@ -40,7 +40,7 @@ from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.row_shift import shift_of
 from onnxfuse.patterns.softmax_forms import Softmax, softmax_of
-from onnxfuse.patterns.told_shapes import told_shape
+from onnxfuse.patterns.told_shapes import told_of_views, told_shape
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, ends_in_columns
 
@@ -296,6 +296,7 @@ class Attentions:
         shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
         spared = only_feeding(self.graph, [index for index in nodes if index in shapes])
         told = dict(self._told(first.products[0], ends))
+        told.update(shape for each in (*first.products, *second.products) for shape in told_of_views(self.graph, each))
         for node in inner:
             if any(self.graph.index(reader) not in nodes | spared | told.keys() for reader in node.outputs[0].outputs):
                 raise _is_read_beside(candidate.softmax.last, node.outputs[0])
