@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
+from onnxfuse.graph.constant_propagation import stored_value
 from onnxfuse.graph.graph import Graph, Size
 from onnxfuse.graph.known_nodes import FIRST_SLICE_OF_INPUTS
 from onnxfuse.graph.operators import qualified_op
@@ -52,6 +54,7 @@ class Arguments:
         passed: by operand, the nodes that make it from what the kernel reads in its place otherwise.
         in_part: values of which some columns are still to be written; none of them is an operand.
         expanded: by operand, what an Expand makes it of and the value whose Shape it takes: broadcasting does the same.
+        filled: by operand, the number that a ConstantOfShape fills that value's Shape with.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Arguments:
         self.masks: dict[str, tuple[gs.Node, ...]] = {}
         self.passed: dict[str, tuple[gs.Node, ...]] = {}
         self.expanded: dict[str, tuple[gs.Tensor, Columns]] = {}
+        self.filled: dict[str, tuple[float, Columns]] = {}
         self.in_part: set[str] = set()
 
     def broadcast(self, node: gs.Node, view: View) -> View:
@@ -118,6 +122,8 @@ class Arguments:
 
         A fused node has no such value whose shape others could read; and beside the value nobody needs the Expand.
         """
+        if qualified_op(node) == "ConstantOfShape":
+            return self._fills(node)
         if qualified_op(node) != "Expand":
             return any(maker.inputs[0].name in self.expanded for maker in self._mask_makers(node.outputs[0]))
         tensor, shape = node.inputs
@@ -125,6 +131,16 @@ class Arguments:
         if value is None or tensor.name in self._values:
             return False
         self.expanded[str(node.outputs[0].name)] = tensor, value
+        return True
+
+    def _fills(self, node: gs.Node) -> bool:
+        """Whether a node makes as many numbers as a value that has grown, as `zeros_like` does by TorchScript."""
+        value, filled = self._shaped(node.inputs[0]), node.attrs.get("value")
+        number = np.zeros(1) if filled is None else stored_value(filled)
+        name = str(node.outputs[0].name)
+        if value is None or number is None or self._graph.dtype(name) not in FLOATS_BY_ONNX:
+            return False
+        self.filled[name] = float(number.item()), value
         return True
 
     def _shaped(self, shape: gs.Tensor) -> Columns | None:
@@ -135,7 +151,7 @@ class Arguments:
         for read, maker in ((each, maker) for each in queue for maker in each.inputs):
             if qualified_op(maker) in PUTS_SIZES and len(queue) < MAX_SIZE_TENSORS:
                 queue += maker.inputs
-            if qualified_op(maker) == "Shape" and not maker.attrs:
+            if qualified_op(maker) == "Shape" and not maker.attrs.get("start", 0) and "end" not in maker.attrs:
                 whole = maker.inputs[0].name
                 is_all = sizes is not None and None not in sizes and sizes == self._graph.shape(whole)
                 value = self._values.get(whole) if read is shape or is_all else None
@@ -145,9 +161,12 @@ class Arguments:
 
     def argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""
-        tensor, shaped = self.expanded.get(tensor.name, (tensor, beside))
+        filled, shaped = self.filled.get(tensor.name, (None, beside))
+        tensor, shaped = self.expanded.get(tensor.name, (tensor, shaped))
         if shaped.view != beside.view:
             raise NotFusable("views_differ", "", f"{tensor.name!r} is expanded to another shape than that of the value")
+        if filled is not None:
+            return self._epilogue.constant(filled)
         if tensor.is_empty():
             return -1
         value = self._values.get(tensor.name)

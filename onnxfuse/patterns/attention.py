@@ -40,7 +40,7 @@ from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.row_shift import shift_of
 from onnxfuse.patterns.softmax_forms import Softmax, softmax_of
-from onnxfuse.patterns.told_shapes import told_shape
+from onnxfuse.patterns.told_shapes import told_of_views, told_shape
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, ends_in_columns
 
@@ -289,7 +289,7 @@ class Attentions:
         if product.quantized is not None:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
-            product = read(through=self.points.is_free)
+            product = read(through=self.points.is_free, computed=computed)
         shift = shift_of(self.graph, softmax.scores) if softmax is not None and not self.rounds else ()
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, softmax is not None, shift)
         if grown.refused:
@@ -308,6 +308,7 @@ class Attentions:
         shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
         spared = only_feeding(self.graph, [index for index in nodes if index in shapes])
         told = dict(self._told(first.products[0], ends))
+        told.update(shape for each in (*first.products, *second.products) for shape in told_of_views(self.graph, each))
         for node in inner:
             if any(self.graph.index(reader) not in nodes | spared | told.keys() for reader in node.outputs[0].outputs):
                 raise _is_read_beside(candidate.softmax.last, node.outputs[0])

@@ -28,13 +28,14 @@ from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match, ProductlessMatch, without_product
 from onnxfuse.patterns.match_checks import check_reads
-from onnxfuse.patterns.operand_views import SCALES
+from onnxfuse.patterns.operand_views import SCALES, is_stored
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import View
 
 PATTERN, BEHIND_A_PRODUCT = "rotation", "rotary_gemm"
 MEETS = ("Add", "Sub")  # of multiplied parts: those of a pair, or of both rows of its matrix
+ADJUSTS = ("Add", "Sub", *SCALES)  # with what the model stores
 MOVED = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
@@ -58,7 +59,7 @@ def reserved_rotations(graph: Graph, points: InsertionPoints) -> frozenset[int]:
     """
     found: set[int] = set()
     for x in _turned(graph):
-        first = next(_matches(graph, points, x), None) if _is_range(x) else None
+        first = next(_matches(graph, points, x), None) if _is_range(graph, x) else None
         found.update(() if first is None else _before_moves(graph, first[0].nodes))
     return frozenset(found)
 
@@ -75,10 +76,18 @@ def _moves_or_scales(graph: Graph, node: gs.Node) -> bool:
     return node.op in MOVED or (node.op in SCALES and len(numbers) == 1)
 
 
-def _is_range(x: gs.Tensor) -> bool:
-    """Whether views and casts alone are between a value and what takes it out of another one."""
-    while x.inputs and x.inputs[0].op in MOVED:
-        x = x.inputs[0].inputs[0]
+def _is_range(graph: Graph, x: gs.Tensor) -> bool:
+    """Whether views, casts and what adjusts it alone are between a value and what takes it out of another one.
+
+    A number, a bias or a scale of columns that the model stores is a step of the product's kernel, and no rotation is
+    lost by it. What is added besides may be a product, whose kernel turns the sum.
+    """
+    while x.inputs and x.inputs[0].op in (*MOVED, *ADJUSTS):
+        maker = x.inputs[0]
+        made = [tensor for tensor in maker.inputs if not is_stored(graph, tensor)]
+        if maker.op in ADJUSTS and len(made) != 1:
+            return False
+        x = made[0] if maker.op in ADJUSTS else maker.inputs[0]
     return bool(x.inputs) and x.inputs[0].op in TAKES_APART
 
 

@@ -26,16 +26,54 @@ def told_shape(graph: Graph, product: Product, reader: gs.Node, whole: Sequence[
         reader: of a value that the product makes.
         whole: the sizes of that value.
     """
+    return _told_shape(graph, reader, [*_factors(graph, product), *_inputs(graph)], whole)
+
+
+def _told_shape(
+    graph: Graph, reader: gs.Node, bases: Sequence[tuple[str, View]], whole: Sequence[Size]
+) -> ToldShape | None:
+    """The same by the shapes of some values."""
     if qualified_op(reader) != "Shape" or is_rounded_otherwise(graph, reader.inputs[0]):
         return None
-    return told_sizes(graph, product, whole[reader.attrs.get("start", 0) : reader.attrs.get("end")])
+    return _told_by(bases, whole[reader.attrs.get("start", 0) : reader.attrs.get("end")])
 
 
 def told_sizes(graph: Graph, product: Product, sizes: Sequence[Size]) -> ToldShape | None:
     """Sizes by the shapes of what a product multiplies, or of the scope's inputs; None where these tell too few."""
+    return _told_by([*_factors(graph, product), *_inputs(graph)], sizes)
+
+
+def told_of_views(graph: Graph, product: Product) -> Iterator[tuple[int, ToldShape]]:
+    """What takes the place of Shapes of what a product is read through, by node, as of keys that are repeated.
+
+    The tensor that is read tells them: it is made before anybody can ask a view of it. A repetition that a Shape alone
+    reads would be made in each run.
+    """
+    for view in product.views:
+        value = view.node.outputs[0]
+        sizes = graph.shape(value.name)
+        bases = [base for base in _factors(graph, product) if _is_of(value, base[0])]
+        for reader in value.outputs if sizes is not None else ():
+            told = _told_shape(graph, reader, bases, sizes or ())
+            if told is not None:
+                yield graph.index(reader), told
+
+
+def _is_of(value: gs.Tensor, name: str) -> bool:
+    """Whether views of a value make another one, each of its first input."""
+    while value.name != name and value.inputs:
+        value = value.inputs[0].inputs[0]
+    return str(value.name) == name
+
+
+def _factors(graph: Graph, product: Product) -> list[tuple[str, View]]:
+    """What a product multiplies, as far as shapes of it may be read."""
     factors = [(product.lhs, product.lhs_view), (product.rhs, product.rhs_view)]
-    bases = [(name, view) for name, view in factors if _tells(graph, name)]
-    bases += list(_inputs(graph))
+    return [(name, view) for name, view in factors if _tells(graph, name)]
+
+
+def _told_by(bases: Sequence[tuple[str, View]], sizes: Sequence[Size]) -> ToldShape | None:
+    """Sizes by the shapes of some values."""
     views = [view for _, view in bases]
     entries = [_told(size, views) if isinstance(size, str) else size for size in sizes]
     known = [entry for entry in entries if entry is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, helper
 
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import BOOL, FLOAT, FLOAT16, Builder
@@ -59,7 +59,23 @@ def expanded(b: Builder) -> str:
     return b("Where", b("Not", mask), t, b.array(-2.0))
 
 
-MODELS: tuple[Callable[[Builder], str], ...] = (causal, padding, every_kind, transposed, scaled_by_a_mask, expanded)
+def zeros_like(b: Builder) -> str:
+    """Zeros of the shape of what they are chosen beside, as TorchScript makes them."""
+    t = linear(b)
+    zeros = b("ConstantOfShape", b("Shape", t), value=helper.make_tensor("value", b.dtype, [1], [0.0]))
+    return b("Tanh", b("Where", b.input("mask", ("batch", "rows", 1), BOOL), t, zeros))
+
+
+def full_like(b: Builder) -> str:
+    """A number of that shape by torch.export, which writes out where a Shape starts."""
+    s = scores(b)
+    filled = b("Expand", b.array(-100.0), b("Shape", s, start=0))
+    return b("Where", b.input("mask", ("batch", 1, "rows", "rows"), BOOL), s, filled)
+
+
+MODELS: tuple[Callable[[Builder], str], ...] = (
+    *(causal, padding, every_kind, transposed, scaled_by_a_mask, expanded, zeros_like, full_like),
+)
 
 
 def feed(model: ModelProto, batch: int, rows: int) -> dict[str, np.ndarray]:

@@ -154,3 +154,68 @@ def test_an_attention_reads_through_what_is_behind_what_turns(dtype: int, rows: 
              for name, value in given.items()}  # fmt: skip
     for before, after in zip(run(model, given), run(fused, given), strict=True):
         assert before.tobytes() == after.tobytes()
+
+
+def keys_in_three_dimensions(dtype: int) -> onnx.ModelProto:
+    """An attention as torch.export writes it: keys that turned lose a dimension for their Transpose, and are scaled."""
+    b = Builder(dtype, opset=18)
+    packed = b("MatMul", b.input("x", (2, 24, K)), b.array(draw(K, 3 * HEADS * HEAD) / K**0.5, "weight"))
+    for table in ("cos", "sin"):
+        b.input(table, (1, 1, 24, HEAD))
+    ranges = b("Split", packed, outputs=3, axis=-1, num_outputs=3)
+    heads = [b("Transpose", b("Reshape", each, b.integers(2, 24, HEADS, HEAD)), perm=[0, 2, 1, 3]) for each in ranges]
+    q, k, v = (*(sliced(b, each, HEAD) for each in heads[:2]), heads[2])
+    keys = b("Transpose", b("Reshape", k, b.integers(-1, 24, HEAD)), perm=[0, 2, 1])
+    keys = b("Reshape", keys, b.integers(2, HEADS, HEAD, 24))
+    scale = b.array(np.array(HEAD**-0.25))
+    scores = b("MatMul", b("Mul", q, scale), b("Mul", keys, scale))
+    return b.model(b("Transpose", b("MatMul", b("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3]))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_an_attention_scales_keys_that_a_rotation_stores_without_a_batch(dtype: int) -> None:
+    """A Reshape that the rotation has in front is not read through; the Transpose and the scale behind it are."""
+    model = keys_in_three_dimensions(dtype)
+    analysis = analyse_model(model, resolve("sm_90a", list), keep_weights=True)
+    (attention,) = [site.fusion for site in analysis.sites if isinstance(site.fusion, Attention)]
+    assert attention.keys.axes[-1] == "k"
+    fused = rewritten(analysis)
+    assert not {"MatMul", "Mul", "Softmax"} & {node.op_type for node in fused.graph.node}
+    given = feed(model, 24)
+    for before, after in zip(run(model, given), run(fused, given), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("op", ["Mul", "Add"])
+@pytest.mark.parametrize("shape", [(), (HEADS * HEAD,)])
+def test_a_range_may_be_adjusted_in_front_of_what_turns_it(shape: tuple[int, ...], op: str, dtype: int) -> None:
+    """A scale, a bias of q alone, what an adapter scales keys by: steps of the product, which turns nothing."""
+    b = Builder(dtype, opset=18)
+    packed = b("MatMul", b.input("x", ("batch", "rows", K)), b.array(draw(K, 3 * HEADS * HEAD) / K**0.5, "weight"))
+    q, k, v = b("Split", packed, outputs=3, axis=-1, num_outputs=3)
+    k = b(op, k, b.array(draw(*shape, seed=3)))
+    q, k = (b("Reshape", each, b.integers(0, 0, HEADS, HEAD)) for each in (q, k))
+    q, k = (sliced(b, b("Transpose", each, perm=[0, 2, 1, 3]), HEAD) for each in (q, k))
+    model = b.model(q, k, v)
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    assert [site.fusion.pattern for site in analysis.sites] == ["column_ranges", "rotation", "rotation"]
+    fused = rewritten(analysis)
+    assert not {"Neg", "Split", op} & {node.op_type for node in fused.graph.node}
+    given = feed(model, 5)
+    for before, after in zip(run(model, given), run(fused, given), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+def test_a_product_turns_what_is_added_to_it() -> None:
+    """A range of another value beside its bias: its kernel has the sum, and the rotation as it always had."""
+    b = Builder(opset=18)
+    x = b.input("x", ("batch", "rows", K))
+    beside, _ = b(
+        "Split", b("Tanh", b.input("y", ("batch", "rows", 2 * HEADS * HEAD))), outputs=2, axis=-1, num_outputs=2
+    )
+    y = b("Add", b("MatMul", x, b.array(draw(K, HEADS * HEAD) / K**0.5, "weight")), beside)
+    y = b("Add", y, b.array(draw(HEADS * HEAD, seed=1), "bias"))
+    y = b("Transpose", b("Reshape", y, b.integers(0, 0, HEADS, HEAD)), perm=[0, 2, 1, 3])
+    analysis = analyse_model(b.model(sliced(b, y, HEAD)), resolve("sm_90a", list))
+    assert [site.fusion.pattern for site in analysis.sites] == ["rotary_gemm"]

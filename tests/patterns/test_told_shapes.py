@@ -115,6 +115,33 @@ def test_scores_whose_shape_is_read_are_those_of_an_attention(
         assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
 
 
+def repeated(b: Builder, name: str, times: int) -> str:
+    """Heads that several of a query share, `[batch, heads, keys, head]`, as `repeat_interleave` is exported."""
+    few = split_heads(b, name, "keys", heads=HEADS // times)
+    beside = b("Expand", b("Unsqueeze", few, b.integers(2)), b.integers(1, 1, times, 1, 1))
+    sizes = [b.integers(HEADS), b("Shape", few, start=2)]
+    return b("Reshape", beside, b("Concat", b("Shape", few, end=1), *sizes, axis=0))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
+def test_keys_are_not_repeated_for_somebody_who_asks_how_many_there_are(dtype: int) -> None:
+    """A causal mask by torch.export, of grouped queries: of the repeated keys but a Shape would be read."""
+    b = Builder(dtype, opset=18)
+    query, keys = split_heads(b, "query", "rows"), repeated(b, "key", 2)
+    s = b("Mul", b("MatMul", query, b("Transpose", keys, perm=(0, 1, 3, 2))), number(b, 0.25))
+    there = b.array(np.triu(np.full((LONGEST, LONGEST), -100.0), 1)[None, None], "table")
+    rows = b("Slice", there, b.integers(0), size(b, query, -2), b.integers(2))
+    s = b("Add", s, b("Slice", rows, b.integers(0), size(b, keys, -2), b.integers(3)))
+    out = b("MatMul", b("Softmax", s, axis=-1), repeated(b, "value", 2))
+    analysis = analysed(b, [b("Transpose", out, perm=(0, 2, 1, 3))])
+    (attention,) = attentions(analysis)
+    assert attention.keys.name == "key"
+    model, fused = analysis.model.proto, rewritten(analysis)
+    assert not {"Expand", "Transpose"} & {node.op_type for node in fused.graph.node}
+    feed = feeds(model, {"batch": 2, "rows": 40, "keys": 72})
+    assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
+
+
 def test_nothing_is_made_that_nobody_reads() -> None:
     """The only reader of the shape dies with it."""
     b = Builder(FLOAT16)
