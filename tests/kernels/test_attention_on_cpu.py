@@ -263,17 +263,21 @@ def test_portable_kernel_computes_the_attention(name: str, tmp_path: Path) -> No
     check_numbers(problem, eager)
 
 
-@pytest.mark.parametrize("dtype", [F16, F32], ids=lambda dtype: dtype.name)
-def test_keys_and_values_may_lie_transposed(dtype: DType, tmp_path: Path) -> None:
-    """[d, n] in memory: the kernel that reads elements walks whatever strides there are."""
+@pytest.mark.parametrize("tile", [PortableAttentionTile(2, 32), PortableAttentionTile(2, 16, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=lambda dtype: dtype.name)
+def test_query_keys_and_values_may_lie_transposed(dtype: DType, tile: PortableAttentionTile, tmp_path: Path) -> None:
+    """[d, n] in memory: the kernel that walks any strides reads elements, or vectors of rows that begin on 16 bytes."""
     spec = AttentionSpec(dtype, 24, 16, scale=0.3, out_width=1, checked=True)
-    tile = PortableAttentionTile(2, 32)
     library = build_portable(spec, tile, tmp_path)
-    problem = make_attention(spec, AttentionSize(2, 2, 33, 45))
-    problem.keys = np.ascontiguousarray(problem.keys.swapaxes(2, 3)).swapaxes(2, 3)
-    problem.values = np.ascontiguousarray(problem.values.swapaxes(2, 3)).swapaxes(2, 3)
-    launch_portable(library, problem, tile, lazy=True)
-    check_numbers(problem, problem.out.copy())
+    for rows, keys in ((9, 45), (33, 40), (40, 72), (16, 8)):
+        if tile.splits > 1 and rows > 16:
+            continue
+        problem = make_attention(spec, AttentionSize(2, 2, rows, keys))
+        for name in ("query", "keys", "values"):
+            plain = getattr(problem, name)
+            setattr(problem, name, np.ascontiguousarray(plain.swapaxes(2, 3)).swapaxes(2, 3))
+        launch_portable(library, problem, tile, lazy=True)
+        check_numbers(problem, problem.out.copy())
 
 
 @pytest.mark.one_in(8)

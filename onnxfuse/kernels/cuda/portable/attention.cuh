@@ -24,6 +24,7 @@
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/cluster_shares.cuh"
+#include "common/narrow_copy.cuh"
 
 namespace onnxfuse {
 
@@ -99,9 +100,60 @@ __device__ __forceinline__ void copy_down(unsigned target, const Matrix& matrix,
   }
 }
 
+// Elements of 16 bits from row `first_row` on pass through registers, several at once, so that a thread waits for memory once
+// for all of them. Where rows are neighbours in memory, neighbouring threads read them.
+template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH, int COPIERS>
+__device__ __forceinline__ void copy_elements(unsigned target, const Matrix& matrix, int rows, int first_row) {
+  const bool down = matrix.row_stride == 1;
+  copy_small<2, (ROWS * PADDED + COPIERS - 1) / COPIERS>([&](int number) {
+    const int i = threadIdx.x % COPIERS + number * COPIERS;
+    const int row = down ? i % ROWS : i / PADDED, column = down ? i / ROWS : i % PADDED;
+    const bool wanted = i < ROWS * PADDED && row >= first_row, inside = wanted && row < rows && column < COLUMNS;
+    const Element* source = matrix.first + (inside ? row * matrix.row_stride + column * matrix.column_stride : 0);
+    return SmallCopy{target + (row * ROW_PITCH + column) * static_cast<int>(sizeof(Element)), source, inside, wanted};
+  });
+}
+
+// Of rows that are neighbours in memory vectors of CHUNK, which are turned as they are stored: neighbouring threads have
+// neighbouring columns, whose stores meet in no bank. What is left of the rows goes element by element.
+template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH, int COPIERS>
+__device__ __forceinline__ void copy_turned(unsigned target, const Matrix& matrix, int rows) {
+  using Vector = Packed<unsigned short, CHUNK>;
+  constexpr int AT_ONCE = 4;
+  const auto* source = reinterpret_cast<const unsigned short*>(matrix.first);
+  const int whole = max(min(rows, ROWS), 0) / CHUNK * CHUNK, count = whole / CHUNK * PADDED;
+#pragma unroll 1
+  for (int first = threadIdx.x % COPIERS; first < count; first += AT_ONCE * COPIERS) {
+    Vector vectors[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int vector = first + i * COPIERS, row = vector / PADDED * CHUNK, column = vector % PADDED;
+      const bool inside = vector < count && column < COLUMNS;
+      vectors[i] = load_cached<Vector>(source + (inside ? row + column * matrix.column_stride : 0), inside);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int vector = first + i * COPIERS, row = vector / PADDED * CHUNK, column = vector % PADDED;
+      if (vector >= count) break;
+#pragma unroll
+      for (int j = 0; j < CHUNK; ++j) {
+        const int offset = (row + j) * ROW_PITCH + column;
+        store_small<2>(target + offset * static_cast<int>(sizeof(Element)), vectors[i].values[j]);
+      }
+    }
+  }
+  if (whole < ROWS) copy_elements<ROWS, COLUMNS, PADDED, ROW_PITCH, COPIERS>(target, matrix, rows, whole);
+}
+
 template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH, int COPIERS = THREADS>
 __device__ __forceinline__ void copy_rows(unsigned target, const Matrix& matrix, int rows) {
   constexpr int VECTORS = PADDED / CHUNK;
+  if constexpr (!WIDE && !IS_TF32) {
+    const auto pitch = matrix.column_stride * static_cast<long long>(sizeof(Element));
+    const bool turns = matrix.row_stride == 1 && ((reinterpret_cast<unsigned long long>(matrix.first) | pitch) & 15) == 0;
+    if (turns) return copy_turned<ROWS, COLUMNS, PADDED, ROW_PITCH, COPIERS>(target, matrix, rows);
+    return copy_elements<ROWS, COLUMNS, PADDED, ROW_PITCH, COPIERS>(target, matrix, rows, 0);
+  }
   if constexpr (WIDE && SPLITS > 1 && COPIERS % VECTORS == 0 && ROWS * VECTORS % COPIERS == 0) {
     copy_down<ROWS, COLUMNS, VECTORS, ROW_PITCH, COPIERS>(target, matrix, rows);
     return;
@@ -110,13 +162,7 @@ __device__ __forceinline__ void copy_rows(unsigned target, const Matrix& matrix,
     const bool inside = row < rows && column < COLUMNS;
     const unsigned place = target + (row * ROW_PITCH + column) * static_cast<int>(sizeof(Element));
     const Element* source = matrix.first + (inside ? row * matrix.row_stride + column * matrix.column_stride : 0);
-    if constexpr (WIDE) {
-      copy_async<16>(place, source, inside);
-    } else if constexpr (IS_TF32) {
-      copy_async<4>(place, source, inside);
-    } else {
-      store_small<2>(place, load_small<2>(source, inside));
-    }
+    copy_async<WIDE ? 16 : 4>(place, source, inside);
   });
 }
 
