@@ -271,8 +271,13 @@ class Copying:
         return copy
 
 
-def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
-    """Launches the variant on one copy of the buffers as the bridge does; before it what copies factors, if any."""
+def launcher(
+    variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path, early: bool | None = None
+) -> Callable[[int], None]:
+    """Launches the variant on one copy of the buffers; before it what copies factors, if any.
+
+    It starts `early` or not, or as the bridge has it.
+    """
     path = image(variant, device, folder)
     module = cupy.RawModule(path=str(path))
     function = module.get_function(ENTRY)
@@ -283,7 +288,7 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
     tiles = -(-row.m // rule.block_m) * -(-row.n // rule.block_n)
     cluster = rule.cluster
     grid = min(tiles, device.multiprocessors // cluster) * cluster if cluster else tiles
-    early = starts_early(rule, tiles, row.k, device)
+    early = starts_early(rule, tiles, row.k, device) if early is None else early
     prepared: list[tuple[Any, ...]] = []
     kept: list[np.ndarray] = []
     copies: list[Copying] = []

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
 
 import pytest
 
@@ -20,6 +25,9 @@ from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.small_m import SMALL_M
 from tests.perf.calibrate import planned_spec
 from tests.perf.early_launch import starts_early
+from tests.perf.result_file import read_result
+
+ROOT = Path(__file__).parents[2]
 
 RINGS = ("hopper", "hopper_swapped")
 CASES = list(product((320, 14336), (1280, 4096), (1, 2), (("kn", "f16"), ("nk", "f16"), ("nk", "f32"))))
@@ -67,6 +75,37 @@ def test_a_full_grid_may_load_more_where_each_element_is_multiplied_often(
             for count in (clusters // 2, clusters):
                 depth = rule.full_early_depth if count == clusters else rule.early_depth
                 assert starts_early(rule, count, k, device) == (k <= depth), tile
+
+
+def _early(row: Mapping[str, Any], device: DeviceSpec) -> bool:
+    """Whether a timed kernel, whose blocks share nothing, is launched early: by its numbers, not by its rule."""
+    m, _, n = (int(number) for number in re.findall(r"\d+", row["problem"])[:3])
+    rows, columns = (int(number) for number in re.findall(r"\d+", row["tile"])[:2])
+    width = columns * (2 if "glu" in row["problem"] else 1)
+    known, limits = calibration(device), [calibration(device).hopper_early_bytes]
+    if -(-m // rows) * -(-n // columns) >= 0.75 * device.multiprocessors:
+        multiplied = rows * width / (rows + width)
+        limits += [most for least, most in known.hopper_full_early_bytes.items() if multiplied >= float(least)]
+    return row["loaded_mb"] * 1e6 <= max(limits)
+
+
+def test_the_rule_gains_where_it_was_measured() -> None:
+    """Over kernels that never, that always, and that all start early up to the same number of bytes."""
+    device = ARCHITECTURES["sm_90a"]
+    timed = read_result(ROOT / "results/h200-early-start.json")["rows"]
+    alone = [row for row in timed if not re.search("cluster|split|kept", row["tile"])]
+    assert len(alone) > 100
+
+    def time(rule: Callable[[Mapping[str, Any]], bool]) -> float:
+        return geometric_mean([row["early_us" if rule(row) else "late_us"] for row in alone])
+
+    own = time(lambda row: _early(row, device))
+    assert own < time(lambda _: False)
+    assert own < time(lambda _: True)
+    for most in (0.7, 1.0, 1.6, 3.0):
+        assert own < time(lambda row, most=most: row["loaded_mb"] <= most)  # type: ignore[misc]
+    best = geometric_mean([min(row["early_us"], row["late_us"]) for row in alone])
+    assert own < 1.01 * best
 
 
 @pytest.mark.parametrize(("bits", "parts"), list(product((4, 8), (1, 2))))
