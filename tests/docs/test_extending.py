@@ -83,7 +83,6 @@ def run(project: Path, text: str) -> None:
         assert result.returncode == 0, f"failed: {line}\n{result.stdout[-4000:]}{result.stderr[-2000:]}"
 
 
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guide_does_what_it_says(guide: str, project: Path) -> None:
     steps = listings(guide)
